@@ -1,0 +1,64 @@
+"""What every test runs under. All of it is set before jax is imported, here and in the workers of pytest-xdist,
+which inherit this environment and read this file again."""
+
+import importlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+assert "jax" not in sys.modules, "jax was imported before conftest.py: it would see one device and no import hook"
+
+# Eight devices on any machine, so that sharding is tested everywhere.
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by accident is an error
+
+# No test asks a network, nor reads or fills the caches in the user's home.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+_own_folder = None
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _own_folder = tempfile.TemporaryDirectory(prefix="transformer-jax-tests-")
+    os.environ["HF_HOME"] = os.path.join(_own_folder.name, "huggingface")
+    os.environ["TFDS_DATA_DIR"] = os.path.join(_own_folder.name, "tensorflow_datasets")
+
+# Shapes in annotations are checked in tests only: a hook rewrites these packages when they are imported.
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook(
+    ["transformer_jax.model", "transformer_jax.training", "transformer_jax.decoding"], "beartype.beartype"
+)
+
+
+def pytest_unconfigure() -> None:
+    if _own_folder is not None:
+        _own_folder.cleanup()
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real corpora, named by the environment; their tests are skipped where there is none."""
+    folder = os.environ.get("TRANSFORMER_JAX_DATA")
+    if not folder:
+        pytest.skip("TRANSFORMER_JAX_DATA names no folder of real corpora")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def optional_package():
+    """`optional_package("torch")` imports it, or skips the test; with CI=true a missing package fails the test."""
+
+    def import_or_skip(name: str):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            message = f"{error.name} is not installed; pip install '.[test]' brings all that the tests need"
+            if os.environ.get("CI") == "true":
+                pytest.fail(message)
+            pytest.skip(message)
+
+    return import_or_skip

@@ -1,0 +1,42 @@
+"""The spelled-out numbers: right, disjoint, always the same."""
+
+import numpy as np
+import pytest
+from num2words import num2words
+
+from transformer_jax.config import DataConfig
+from transformer_jax.data.numbers import LIMIT, numbers_corpus, spell_numbers
+from transformer_jax.errors import UserError
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_spelling_is_that_of_num2words(language):
+    edges = [0, 1, 99, 100, 101, 999, 1000, 1001, 1099, 1100, 1101, 21_000, 100_000, 100_001, 999_999]
+    values = edges + np.random.default_rng(0).integers(0, LIMIT, 1000).tolist()
+    assert spell_numbers(values, language) == [num2words(value, lang=language) for value in values]
+
+
+def test_splits_are_disjoint_by_value_and_small_enough():
+    corpus = numbers_corpus(DataConfig())
+    assert {split: len(pairs) for split, pairs in corpus.items()} == {"train": 40_000, "valid": 500, "test": 2_000}
+    assert len(corpus["train"]) <= 0.05 * LIMIT
+    for side in ("source", "target"):
+        lines = [line for pairs in corpus.values() for line in getattr(pairs, side)]
+        assert len(set(lines)) == len(lines)
+
+
+def test_held_out_numbers_do_not_depend_on_the_amount_of_training():
+    small = numbers_corpus(DataConfig(numbers_train=10))
+    large = numbers_corpus(DataConfig(numbers_train=1000))
+    assert small["test"] == large["test"]
+    assert small["valid"] == large["valid"]
+    assert small["train"].source == large["train"].source[:10]
+
+
+def test_directions_and_empty_splits():
+    forth = numbers_corpus(DataConfig(numbers_train=10, numbers_valid=0))
+    back = numbers_corpus(DataConfig(numbers_train=10, numbers_valid=0, source_language="de", target_language="en"))
+    assert "valid" not in forth
+    assert forth["train"].source == back["train"].target
+    with pytest.raises(UserError, match=r"source_language is 'fr'.*legal: en, de"):
+        numbers_corpus(DataConfig(source_language="fr"))

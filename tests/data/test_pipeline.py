@@ -1,0 +1,71 @@
+"""Grain gives batch i as the plan says it, wherever one starts and however many processes share it."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.data.batching import BatchPlan, choose_shapes, make_batch
+from transformer_jax.data.encoding import EncodedPairs
+from transformer_jax.data.pipeline import batch_iterator
+
+MODEL = ModelConfig(vocab_size=100)
+
+
+@pytest.fixture(scope="module")
+def encoded():
+    rng = np.random.default_rng(0)
+    sides = []
+    for _ in range(2):
+        offsets = np.concatenate([[0], np.cumsum(rng.integers(1, 50, 400))])
+        sides += [rng.integers(4, 100, offsets[-1]).astype(np.uint16), offsets]
+    return EncodedPairs(*sides, source_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plan(encoded):
+    sides = encoded.source_lengths, encoded.target_lengths
+    return BatchPlan(*sides, choose_shapes(*sides, 400, 6), seed=1)
+
+
+def same(first, second):
+    return all(np.array_equal(x, y) for a, b in zip(first, second, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_batches_are_those_of_the_plan_over_epochs(encoded, plan):
+    stop = 2 * plan.batches_per_epoch + 3
+    expected = [make_batch(encoded, pairs, shape, MODEL) for shape, pairs in map(plan.rows, range(stop))]
+    assert same(list(batch_iterator(encoded, plan, MODEL, 0, stop, prefetch=4)), expected)
+
+
+def test_a_batch_does_not_depend_on_where_one_starts(encoded, plan):
+    stop = plan.batches_per_epoch + 5
+    whole = list(batch_iterator(encoded, plan, MODEL, 0, stop))
+    for start in (1, plan.batches_per_epoch - 1, stop - 1):
+        part = list(batch_iterator(encoded, plan, MODEL, start, stop, prefetch=1))
+        assert same(part, whole[start:])
+    assert list(batch_iterator(encoded, plan, MODEL, stop, stop)) == []
+
+
+def test_processes_share_the_rows(encoded, plan):
+    whole = list(batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=4))
+    parts = [
+        list(batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=4, process_index=p, process_count=2))
+        for p in range(2)
+    ]
+    assert all(len(batch.src) % 4 == 0 for batch in whole)
+    joined = [tuple(np.concatenate(sides) for sides in zip(*pair, strict=True)) for pair in zip(*parts, strict=True)]
+    assert same(joined, whole)
+    # A number of devices that does not divide the rows adds empty rows and changes nothing else.
+    alone = batch_iterator(encoded, plan, MODEL, 0, 20)
+    for one, more in zip(alone, whole, strict=True):
+        rows = len(one.src)
+        assert all(np.array_equal(x, y[:rows]) and not y[rows:].any() for x, y in zip(one, more, strict=True))
+    with pytest.raises(ValueError, match="row_multiple 3 is not a multiple of process_count 2"):
+        batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=3, process_count=2)
+
+
+def test_stopping_early_is_clean(encoded, plan):
+    batches = batch_iterator(encoded, plan, MODEL, 0, 1_000_000, prefetch=8)
+    assert len(list(itertools.islice(batches, 3))) == 3

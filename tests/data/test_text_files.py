@@ -1,0 +1,142 @@
+"""Text, TSV and JSON lines: what ends a line, packed files, and a clear message for each mistake."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import zstandard
+
+from transformer_jax.config import DataConfig
+from transformer_jax.data.corpus import read_lines, read_split
+from transformer_jax.errors import UserError
+
+PACK = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def write(folder, files):
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def read(folder, source="text", split="train", **fields):
+    return read_split(DataConfig(source=source, directory=str(folder), **fields), split)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_plain_and_packed_text(tmp_path, suffix):
+    write(tmp_path, {f"train.{k}{suffix}": PACK[suffix](f"{k} 1\n{k} ü\n".encode()) for k in ("en", "de")})
+    pairs = read(tmp_path)
+    assert pairs.source == ["en 1", "en ü"]
+    assert pairs.target == ["de 1", "de ü"]
+    assert f"train.en{suffix}" in pairs.origin
+
+
+def test_a_packed_file_of_several_parts(tmp_path):
+    for suffix in (".gz", ".xz", ".zst"):
+        write(tmp_path, {f"x{suffix}": PACK[suffix](b"one\n") + PACK[suffix](b"two\n")})
+        assert read_lines(tmp_path / f"x{suffix}") == ["one", "two"]
+
+
+def test_lines_end_at_newline_alone(tmp_path):
+    lines = ["a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\x1dh\x1ei\rj", "", "\u00a0 k ", "\r"]
+    write(tmp_path, {"lf": "\n".join(lines) + "\n", "crlf": "\r\n".join(lines) + "\r\n", "cut": "a\nb", "no": ""})
+    assert read_lines(tmp_path / "crlf") == lines
+    assert read_lines(tmp_path / "lf") == [*lines[:-1], ""]  # one "\r" at the end is dropped
+    assert read_lines(tmp_path / "cut") == ["a", "b"]
+    assert read_lines(tmp_path / "no") == []
+
+
+def test_byte_order_mark_is_dropped_at_the_beginning_alone(tmp_path):
+    write(tmp_path, {"x": "\ufeffone\n\ufefftwo\n"})
+    assert read_lines(tmp_path / "x") == ["one", "\ufefftwo"]
+
+
+def test_empty_split_is_none(tmp_path):
+    assert read(tmp_path, split="valid", valid="") is None
+
+
+def test_invalid_utf8_names_file_and_line(tmp_path):
+    write(tmp_path, {"train.en": b"good\nbad \xff\n", "train.de": "a\nb\n"})
+    with pytest.raises(UserError, match=r"train\.en, line 2: not valid UTF-8: byte 0xff at column 5"):
+        read(tmp_path)
+
+
+def test_sides_of_different_length(tmp_path):
+    write(tmp_path, {"train.en": "a\nb\n", "train.de": "a\nb\nc\n"})
+    with pytest.raises(UserError, match=r"train\.en has 2 lines and .*train\.de has 3"):
+        read(tmp_path)
+
+
+def test_empty_corpus(tmp_path):
+    write(tmp_path, {"train.en": "", "train.de": ""})
+    with pytest.raises(UserError, match=r"train\.en and .*train\.de: no sentence pairs"):
+        read(tmp_path)
+
+
+def test_missing_and_doubled_files(tmp_path):
+    with pytest.raises(UserError, match=r"no file .*train\.en, .*train\.en\.gz, .*train\.en\.xz or .*train\.en\.zst"):
+        read(tmp_path)
+    write(tmp_path, {"train.en": "a\n", "train.en.gz": gzip.compress(b"a\n")})
+    with pytest.raises(UserError, match=r"train\.en and .*train\.en\.gz both exist"):
+        read(tmp_path)
+    with pytest.raises(UserError, match=r"nowhere: cannot be read: No such file"):
+        read_lines(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_damaged_packed_file(tmp_path, suffix):
+    packed = PACK[suffix](bytes(range(256)) * 40)
+    for content in (packed[:-5], packed[:-1], packed[: len(packed) // 2], b"not packed\n", packed + b"rest", b""):
+        write(tmp_path, {f"x{suffix}": content})
+        with pytest.raises(UserError, match=rf"x{suffix}: damaged, cannot be unpacked: .+; fetch or pack it again"):
+            read_lines(tmp_path / f"x{suffix}")
+
+
+def test_tsv_by_name_and_by_number(tmp_path):
+    write(tmp_path, {"train.tsv": 'de\tid\ten\n"ü\t1\ta"\nv\t2\tb\n', "bare.tsv.gz": gzip.compress(b"x\t1\ty\r\n")})
+    pairs = read(tmp_path, "tsv")
+    assert (pairs.source, pairs.target) == (['a"', "b"], ['"ü', "v"])
+    pairs = read(tmp_path, "tsv", train="bare", source_column="3", target_column="1")
+    assert (pairs.source, pairs.target) == (["y"], ["x"])
+
+
+def test_tsv_mistakes(tmp_path):
+    write(tmp_path, {"train.tsv": "en\tde\na\tb\nc\n"})
+    with pytest.raises(UserError, match=r"train\.tsv, line 3: 1 columns, but line 1 has 2"):
+        read(tmp_path, "tsv")
+    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column 'fr' among \['en', 'de'\]"):
+        read(tmp_path, "tsv", target_language="fr")
+    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column 3; there are 2"):
+        read(tmp_path, "tsv", source_column="1", target_column="3")
+    with pytest.raises(UserError, match="two names or two numbers"):
+        read(tmp_path, "tsv", source_column="1")
+
+
+def test_jsonl_flat_and_nested(tmp_path):
+    rows = [{"en": "a\nb\r\nc", "de": "ü"}, {"translation": {"en": "d", "de": "e"}}]
+    write(tmp_path, {"train.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    pairs = read(tmp_path, "jsonl")
+    assert (pairs.source, pairs.target) == (["a b c", "d"], ["ü", "e"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON: "),
+        ("", "line 2: not JSON: "),
+        ("[1]", r"line 2: \[1\]; each line must be a JSON object"),
+        ('{"en": "a"}', r"line 2: no key 'de' among \['en'\]"),
+        ('{"en": "a", "de": 3}', "line 2, key 'de' is 3; it must be text"),
+        (r'{"en": "\ud800", "de": "a"}', "line 2, key 'en': not valid UTF-8: surrogates not allowed"),
+    ],
+)
+def test_jsonl_mistakes(tmp_path, line, message):
+    write(tmp_path, {"train.jsonl": '{"en": "a", "de": "b"}\n' + line + "\n"})
+    with pytest.raises(UserError, match=r"train\.jsonl, " + message):
+        read(tmp_path, "jsonl")

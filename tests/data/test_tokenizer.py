@@ -1,0 +1,152 @@
+"""Byte pairs lose nothing; no text becomes a special token; training is deterministic; folders are whole."""
+
+import json
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_jax.config import Config, ModelConfig, TokenizerConfig
+from transformer_jax.data.corpus import Pairs
+from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer, train_tokenizers
+from transformer_jax.errors import UserError
+from transformer_jax.types import SPECIAL_TOKENS, UNK_ID
+
+TEXTS = ["the cat sat on the mat", "die Katze saß auf der Matte", "the <pad> <pad> <s> </s> <unk> of the cats"] * 4
+SPECIAL_IDS = set(range(len(SPECIAL_TOKENS)))
+
+
+@pytest.fixture(scope="module")
+def byte_pairs():
+    return train_tokenizer("bpe", TEXTS, vocab_size=300, min_frequency=1)
+
+
+def test_attributes(byte_pairs):
+    assert (byte_pairs.pad_id, byte_pairs.bos_id, byte_pairs.eos_id, byte_pairs.unk_id) == (0, 1, 2, 3)
+    assert byte_pairs.tokens(range(4)) == list(SPECIAL_TOKENS)
+    assert 4 + 256 < byte_pairs.vocab_size <= 300
+    assert byte_pairs.tokens(byte_pairs.encode([" the"])[0]) == ["Ġthe"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(), max_size=4))
+def test_byte_pairs_bring_back_any_text(byte_pairs, texts):
+    rows = byte_pairs.encode(texts)
+    assert byte_pairs.decode(rows) == texts
+    assert not SPECIAL_IDS & {i for row in rows for i in row}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "  a  b ",
+        "<pad>",
+        "x</s>y <s><unk>",
+        "\0",
+        "\u00a0\u2028\u3000\ufeff",
+        "e\u0301é",
+        "👩‍👩‍👧 🇩🇪",
+        "\r\t\x85",
+    ],
+)
+def test_byte_pairs_bring_back_odd_text(byte_pairs, text):
+    (row,) = byte_pairs.encode([text])
+    assert byte_pairs.decode([row]) == [text]
+    assert not SPECIAL_IDS & set(row)
+
+
+def test_special_ids_and_rows_beyond_the_vocabulary_give_no_text(byte_pairs):
+    (row,) = byte_pairs.encode(["the cat"])
+    assert byte_pairs.decode([[1, *row, 2, 0, 0, 3, 5000]]) == ["the cat"]
+    assert byte_pairs.tokens([5000]) == ["<5000>"]
+    words = train_tokenizer("word", ["a b"], 10, 1)
+    assert words.decode([[1, 4, 3, 5, 2, 0, 77]]) == ["a <unk> b"]  # an unknown word is still a word
+    assert words.tokens([2, 5, 77]) == ["</s>", "b", "<77>"]
+
+
+def test_words():
+    words = train_tokenizer("word", ["b a  c\u00a0a", "b"], vocab_size=100, min_frequency=1)
+    assert words.tokens(range(words.vocab_size)) == [*SPECIAL_TOKENS, "a", "b", "c"]  # by frequency, then alphabet
+    assert words.decode(words.encode([" b\tc  a\u2003x "])) == ["b c a <unk>"]
+
+
+def test_rare_words_are_unknown_and_counted(caplog):
+    with caplog.at_level(logging.INFO):
+        words = train_tokenizer("presegmented", ["a a a b b c d"], vocab_size=6, min_frequency=1)
+    assert words.encode(["a b c d"]) == [[4, 5, 3, 3]]
+    assert "2 of 4 different words kept" in caplog.text
+    assert "71.43 % of the text" in caplog.text
+    assert train_tokenizer("word", ["a a b"], 100, min_frequency=2).encode(["a b"]) == [[4, 3]]
+
+
+@pytest.mark.parametrize("kind", ["word", "presegmented"])
+def test_a_special_token_in_text_is_an_unknown_word(kind):
+    words = train_tokenizer(kind, ["<s> a b"], vocab_size=100, min_frequency=1)
+    row = words.encode(["<pad> a <s> </s> <unk>"])[0]
+    assert row[0] == row[3] == row[4] == UNK_ID
+    assert row[2] not in (0, 1, 2)
+
+
+def test_presegmented_text_is_joined():
+    line = "wal@@ king\u00a0dogs @@ a@@b @-@ x@@"
+    pieces = train_tokenizer("presegmented", [line], vocab_size=100, min_frequency=1)
+    assert pieces.encode(["wal@@  king\u00a0dogs"]) == pieces.encode(["wal@@ king\u00a0dogs"])
+    assert pieces.decode(pieces.encode([line])) == ["walking\u00a0dogs a@@b @-@ x"]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+def test_training_is_deterministic(kind):
+    first, second = (train_tokenizer(kind, iter(TEXTS), 280, 1).to_json() for _ in range(2))
+    assert first == second
+
+
+def test_too_small_for_the_bytes():
+    with pytest.raises(UserError, match=r"model.vocab_size is 259; byte pairs need at least 260"):
+        train_tokenizer("bpe", TEXTS, 259, 1)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("joint", [True, False])
+def test_save_and_load(tmp_path, kind, joint):
+    model = ModelConfig(vocab_size=300, source_vocab_size=None if joint else 290, tie_embeddings="none")
+    config = Config(model=model, tokenizer=TokenizerConfig(kind=kind, joint=joint))
+    pair = train_tokenizers(config, Pairs(TEXTS, TEXTS[::-1], "here"))
+    assert pair.joint == joint
+    pair.check_fits(model)
+    folder = tmp_path / "run" / "tokenizer"
+    for _ in range(2):  # over an older one, too
+        pair.save(folder)
+    assert [path.name for path in folder.parent.iterdir()] == ["tokenizer"]
+    loaded = TokenizerPair.load(folder)
+    assert loaded.joint == joint
+    for side in ("source", "target"):
+        assert getattr(loaded, side).encode(TEXTS) == getattr(pair, side).encode(TEXTS)
+        assert getattr(loaded, side).to_json() == getattr(pair, side).to_json()
+
+
+def test_damaged_and_missing_folders(tmp_path):
+    with pytest.raises(UserError, match=r"source.json: the tokenizer cannot be read: No such file"):
+        TokenizerPair.load(tmp_path)
+    for content, message in (
+        ("{", "not a tokenizer: JSONDecodeError"),
+        ('{"kind": "bpe", "library": {}}', "not a tokenizer"),
+        (json.dumps({"kind": "other"}), "unknown kind 'other'; legal: bpe"),
+    ):
+        (tmp_path / "joint.json").write_text(content)
+        with pytest.raises(UserError, match=rf"joint\.json: {message}"):
+            TokenizerPair.load(tmp_path)
+
+
+def test_a_tokenizer_that_does_not_fit(byte_pairs):
+    pair = TokenizerPair(byte_pairs, byte_pairs)
+    size = byte_pairs.vocab_size
+    pair.check_fits(ModelConfig(vocab_size=size))
+    with pytest.raises(UserError, match=rf"source tokenizer has {size} entries and the model's table {size - 1} rows"):
+        pair.check_fits(ModelConfig(vocab_size=size - 1))
+    with pytest.raises(UserError, match=r"target tokenizer.*set model.vocab_size to at least"):
+        pair.check_fits(ModelConfig(vocab_size=size - 1, source_vocab_size=size, tie_embeddings="none"))
+    with pytest.raises(UserError, match=r"model.bos_id is 5, but the source tokenizer's is 1"):
+        pair.check_fits(ModelConfig(vocab_size=size, bos_id=5))

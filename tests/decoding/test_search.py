@@ -1,0 +1,460 @@
+"""Greedy and beam search against enumeration and against plain loops, over models that depend on the whole prefix."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.decoding import search
+from transformer_jax.decoding.search import SearchResult, beam_search, greedy_search, reorder_rows, token_log_probs
+
+PAD, EOS, START, UNK = 0, 1, 2, 3
+STOPPINGS = ("paper", "huggingface", "ctranslate2")
+PENALTIES = (("gnmt", 0.6), ("gnmt", 1.5), ("power", 0.6), ("power", 1.0), ("none", 0.6), ("gnmt", 0.0))
+
+
+# ------------------------------------------------------------------------------------------------------------ a model
+
+
+def extend(prefix, tokens):
+    """The hash (uint32) of a prefix and one more token; the same bits in NumPy and JAX."""
+    return (prefix ^ (tokens + 1).astype(prefix.dtype)) * np.uint32(2654435761) + np.uint32(12345)
+
+
+def random_logits(prefix, v, eos_bonus, xp):
+    """Logits `rows v` that depend on every token of the prefix, and look random: a hash of its hash and of the id."""
+    x = prefix[:, None] + xp.arange(v, dtype=xp.uint32)[None] * np.uint32(40503)
+    for shift, factor in ((15, 2246822519), (13, 3266489917), (16, 668265263)):
+        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    logits = (x >> np.uint32(8)).astype(xp.float32) / np.float32(2**22)  # 0 to 4, exact
+    return logits + eos_bonus * (xp.arange(v) == EOS).astype(xp.float32)[None]
+
+
+class Model:
+    """`step` for the searches, `log_probs(prefix)` for the references. A sentence is a number."""
+
+    def __init__(self, v, eos_bonus=0.0, dtype=jnp.float32):
+        self.v, self.eos_bonus, self.dtype = v, eos_bonus, dtype
+        self.traces = self.steps = 0
+
+    def state(self, sentences, k=1):
+        rows = np.repeat(np.asarray(sentences, np.uint32), k)
+        return {"prefix": jnp.asarray(rows), "position": jnp.int32(0)}
+
+    def step(self, tokens, state):
+        self.traces += 1
+        jax.debug.callback(self._count)
+        prefix = extend(state["prefix"], tokens)
+        logits = random_logits(prefix, self.v, self.eos_bonus, jnp).astype(self.dtype)
+        return logits, {"prefix": prefix, "position": state["position"] + 1}
+
+    def _count(self):
+        self.steps += 1
+
+    def log_probs(self, sentence, prefix):
+        """Of the token after START and `prefix`: a list of floats, by NumPy in float64."""
+        value = np.array([sentence], np.uint32)
+        for token in (START, *prefix):
+            value = extend(value, np.array([token]))
+        logits = random_logits(value, self.v, self.eos_bonus, np)[0].astype(np.float64)
+        return list(logits - np.log(np.sum(np.exp(logits))))
+
+
+def beams(model, sentences, limits, *, k, width=None, reorder_fn=reorder_rows, **options) -> SearchResult:
+    """`beam_search`, jitted, as NumPy arrays."""
+
+    @jax.jit
+    def run(state, limits):
+        return beam_search(
+            model.step,
+            state,
+            reorder_fn,
+            beam_size=k,
+            max_lengths=limits,
+            max_length=width or int(max(limits_given)),
+            start_id=START,
+            eos_id=EOS,
+            pad_id=PAD,
+            **options,
+        )
+
+    limits_given = limits
+    return jax.tree.map(np.asarray, run(model.state(sentences, k), jnp.asarray(limits)))
+
+
+def penalty(kind, length, alpha):
+    return {"gnmt": ((5 + length) / 6) ** alpha, "power": length**alpha, "none": 1.0}[kind]
+
+
+def check(result: SearchResult, row: int, expected: list[tuple[float, list[int], float]], width: int) -> None:
+    """Row `row` of the result is this list of (score, tokens, log-probability)."""
+    assert result.tokens.shape[1:] == (len(expected), width)
+    for place, (score, tokens, log_prob) in enumerate(expected):
+        assert result.tokens[row, place].tolist() == tokens + [PAD] * (width - len(tokens))
+        assert result.lengths[row, place] == len(tokens)
+        assert result.scores[row, place] == pytest.approx(score, rel=2e-5)
+        assert result.log_probs[row, place] == pytest.approx(log_prob, rel=2e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- references
+
+
+def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,)):
+    """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first."""
+    allowed = [token for token in range(model.v) if token not in forbidden]
+    ended, cut = [], []
+    for length in range(1, limit + 1):
+        for tokens in itertools.product(allowed, repeat=length):
+            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < limit):
+                continue
+            log_prob = sum(model.log_probs(sentence, tokens[:i])[token] for i, token in enumerate(tokens))
+            hypothesis = (log_prob / penalty(kind, length, alpha), list(tokens), log_prob)
+            (ended if tokens[-1] == EOS else cut).append(hypothesis)
+    return sorted(ended, reverse=True) + sorted(cut, reverse=True)
+
+
+def continuations(model, sentence, live, k, renormalise=False):
+    """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK."""
+    found = []
+    for log_prob, tokens in live:
+        log_probs = model.log_probs(sentence, tokens)
+        rest = math.log(1 - math.exp(log_probs[UNK])) if renormalise else 0.0
+        found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in range(model.v) if t not in (PAD, UNK)]
+    return sorted(found, reverse=True)[: 2 * k]
+
+
+def reference_paper(model, sentence, limit, k, n, kind, alpha):
+    """Never stops early, keeps every hypothesis that ended."""
+    live, ended = [(0.0, [])], []
+    for length in range(1, limit + 1):
+        found = continuations(model, sentence, live, k)
+        ended += [(p / penalty(kind, length, alpha), y, p) for p, y in found if y[-1] == EOS]
+        live = [(p, y) for p, y in found if y[-1] != EOS][:k]
+    return (sorted(ended, reverse=True) + [(p / penalty(kind, limit, alpha), y, p) for p, y in live])[:n]
+
+
+def reference_huggingface(model, sentence, limit, k, n, kind, alpha):
+    """A list of at most k that ended; on it goes while that list is short or can, at this length, be improved."""
+    live, ended = [(0.0, [])], []
+    for length in range(1, limit + 1):
+        found = continuations(model, sentence, live, k)
+        for log_prob, tokens in found[:k]:
+            if tokens[-1] == EOS or length == limit:
+                ended.append((log_prob / penalty(kind, length, alpha), tokens, log_prob))
+        ended = sorted(ended, reverse=True)[:k]
+        live = [(p, y) for p, y in found if y[-1] != EOS][:k]
+        if len(ended) == k and not live[0][0] / penalty(kind, length, alpha) > ended[-1][0]:
+            break
+    return ended[:n]
+
+
+def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha):
+    """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
+    live, ended, top_ended = [(0.0, [])], [], False
+    for length in range(1, limit + 1):
+        found = continuations(model, sentence, live, k, renormalise=True)
+        spare = [candidate for candidate in found[k:] if candidate[1][-1] != EOS]
+        live = []
+        for place, (log_prob, tokens) in enumerate(found[:k]):
+            if tokens[-1] != EOS and length < limit:
+                live.append((log_prob, tokens))
+                continue
+            top_ended = top_ended or place == 0
+            ended.append((log_prob, tokens))
+            if spare:
+                live.append(spare.pop(0))
+        if kind == "none" or alpha == 0:
+            if top_ended and len(ended) >= n:
+                break
+        elif len(ended) >= k:
+            break
+    return sorted(((p / penalty(kind, len(y), alpha), y, p) for p, y in ended), reverse=True)[:n]
+
+
+REFERENCES = {
+    "paper": reference_paper,
+    "huggingface": reference_huggingface,
+    "ctranslate2": reference_ctranslate2,
+}
+
+
+# --------------------------------------------------------------------------------------------------------------- beam
+
+
+@pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
+@pytest.mark.parametrize(("v", "limit", "k"), [(4, 2, 4), (4, 3, 16), (5, 3, 25)])
+def test_a_wide_beam_finds_what_enumeration_finds(v, limit, k, kind, alpha):
+    """k = V, and k = V^(L-1): no hypothesis is ever dropped. The n best, with their scores, cut-off ones included."""
+    model = Model(v)
+    sentences = range(5)
+    lists = [enumerate_all(model, sentence, limit, kind, alpha) for sentence in sentences]
+    n = min(k, len(lists[0]))
+    result = beams(model, sentences, [limit] * 5, k=k, n_best=n, length_penalty=kind, alpha=alpha)
+    for row, expected in enumerate(lists):
+        check(result, row, expected[:n], limit)
+
+
+def test_forbidden_ids_are_never_generated():
+    model = Model(6)
+    result = beams(model, [3], [3], k=36, n_best=7, forbidden_ids=(4, 5))
+    check(result, 0, enumerate_all(model, 3, 3, "gnmt", 0.6, forbidden=(PAD, 4, 5))[:7], 3)
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+@pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
+@pytest.mark.parametrize(("k", "n", "eos_bonus"), [(1, 1, 1.0), (2, 1, 1.0), (3, 3, 2.0), (4, 2, -1.0), (5, 5, 0.0)])
+def test_rules_agree_with_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
+    """One batch of sentences with limits of their own; each agrees with the loop over that sentence alone."""
+    model = Model(13, eos_bonus)
+    sentences = list(range(100, 116))
+    limits = [1 + i % 9 for i in range(16)]
+    options = {"stopping": stopping, "length_penalty": kind, "alpha": alpha, "forbidden_ids": (UNK,)}
+    result = beams(model, sentences, limits, k=k, n_best=n, width=11, **options)
+    for row, (sentence, limit) in enumerate(zip(sentences, limits, strict=True)):
+        check(result, row, REFERENCES[stopping](model, sentence, limit, k, n, kind, alpha)[:n], 11)
+
+
+def test_rules_differ():
+    """Or the test above would prove less than it seems to."""
+    model = Model(12, 2.0)
+    results = [
+        beams(model, range(60), [12] * 60, k=3, n_best=3, stopping=stopping, length_penalty="power", alpha=1.0)
+        for stopping in STOPPINGS
+    ]
+    for one, other in itertools.combinations(results, 2):
+        assert np.any(one.tokens != other.tokens)
+
+
+@pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 2.0])
+@pytest.mark.parametrize("n", [1, 4])
+def test_paper_stops_early_with_the_result_of_never_stopping(monkeypatch, alpha, n):
+    model = Model(12, 2.5)
+    options = {"k": 4, "n_best": n, "alpha": alpha, "width": 40}
+    early = beams(model, range(20), [40] * 20, **options)
+    jax.effects_barrier()
+    early_steps = model.steps
+
+    def never(progress, length, setting):
+        return jnp.zeros_like(setting.limits, bool)
+
+    monkeypatch.setitem(search._RULES, "paper", search._RULES["paper"]._replace(is_done=never))
+    model.steps = 0
+    full = beams(model, range(20), [40] * 20, **options)
+    jax.effects_barrier()
+    assert model.steps == 40
+    # With a large alpha a long hypothesis gains so much that little can be ruled out early.
+    assert early_steps < 20 if alpha <= 0.6 else early_steps <= 40
+    jax.tree.map(np.testing.assert_array_equal, early, full)
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_a_result_does_not_depend_on_the_batch(stopping):
+    model = Model(12, 1.5)
+    sentences, limits = list(range(8)), [3, 15, 1, 8, 15, 6, 15, 2]
+    together = beams(model, sentences, limits, k=3, n_best=2, width=15, stopping=stopping)
+    for row, (sentence, limit) in enumerate(zip(sentences, limits, strict=True)):
+        alone = beams(model, [sentence], [limit], k=3, n_best=2, width=15, stopping=stopping)
+        jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[0], all_[row]), alone, together)  # noqa: B023
+
+
+def test_limits_hold_for_each_sentence():
+    """Ends are rare here: what does not come to one is cut at its own limit, and the width holds them all."""
+    result = beams(Model(9, -30.0), range(4), [1, 4, 0, 99], k=2, width=6)
+    assert result.lengths[:, 0].tolist() == [1, 4, 0, 6]
+    assert not np.any(result.tokens == EOS)
+    assert ((result.tokens != PAD).sum(axis=-1) == result.lengths).all()
+    assert result.scores[2, 0] == 0  # the empty hypothesis
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_padding_follows_the_end(stopping):
+    result = beams(Model(9, 2.0), range(30), [9] * 30, k=4, n_best=4, stopping=stopping)
+    for tokens, length in zip(result.tokens.reshape(-1, 9), result.lengths.reshape(-1), strict=True):
+        assert not np.any(tokens[:length] == PAD)
+        assert np.all(tokens[length:] == PAD)
+        assert not np.any(tokens[: length - 1] == EOS)
+    assert len(np.unique(result.lengths)) > 2
+    assert np.all(np.diff(result.scores, axis=1) <= 0)
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_ties_are_resolved_by_beam_then_id(stopping):
+    """All tokens are equally likely, so the lowest ids win, each time."""
+
+    def step(tokens, state):
+        return jnp.zeros((tokens.shape[0], 6)), state
+
+    result = beam_search(
+        step,
+        jnp.zeros((3,)),
+        beam_size=3,
+        max_lengths=jnp.array([2]),
+        max_length=2,
+        start_id=START,
+        eos_id=EOS,
+        pad_id=PAD,
+        stopping=stopping,
+        alpha=0.0,
+        n_best=3,
+    )
+    assert (
+        result.tokens[0].tolist()
+        == {
+            "paper": [[EOS, PAD], [2, EOS], [3, EOS]],
+            "huggingface": [[EOS, PAD], [2, EOS], [2, 2]],
+            "ctranslate2": [[EOS, PAD], [2, EOS], [2, 2]],
+        }[stopping]
+    )
+
+
+def test_one_compilation_a_shape():
+    model = Model(9)
+
+    @jax.jit
+    def run(state, limits):
+        return beam_search(
+            model.step,
+            state,
+            beam_size=3,
+            max_lengths=limits,
+            max_length=7,
+            start_id=START,
+            eos_id=EOS,
+            pad_id=PAD,
+        )
+
+    run(model.state([1, 2], 3), jnp.array([7, 3]))
+    traces = model.traces
+    run(model.state([3, 4], 3), jnp.array([1, 5]))
+    assert model.traces == traces
+    run(model.state([3, 4, 5], 3), jnp.array([1, 5, 2]))
+    assert model.traces > traces
+
+
+def test_state_is_reordered_by_the_callers_function():
+    """The function given is the one used: rows of the same sentence only, and all k of them."""
+    seen = []
+
+    def reorder(state, rows):
+        jax.debug.callback(lambda rows: seen.append(np.asarray(rows)), rows)
+        return reorder_rows(state, rows)
+
+    model = Model(12)
+    given = beams(model, range(3), [5] * 3, k=4, reorder_fn=reorder)
+    jax.effects_barrier()
+    jax.tree.map(np.testing.assert_array_equal, given, beams(model, range(3), [5] * 3, k=4))
+    assert all((rows.reshape(3, 4) // 4 == np.arange(3)[:, None]).all() for rows in seen)
+    assert any((rows != np.arange(12)).any() for rows in seen)
+
+
+def test_beam_search_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="n_best is 3 and beam_size 2"):
+        beams(Model(5), [0], [2], k=2, n_best=3)
+    with pytest.raises(Exception, match="never"):
+        beams(Model(5), [0], [2], k=2, stopping="never")
+
+
+# ------------------------------------------------------------------------------------------------------------- greedy
+
+
+def greedy(model, sentences, limits, width, **options) -> SearchResult:
+    """`greedy_search`, jitted, as NumPy arrays."""
+
+    @jax.jit
+    def run(state, limits):
+        return greedy_search(
+            model.step,
+            state,
+            max_lengths=limits,
+            max_length=width,
+            start_id=START,
+            eos_id=EOS,
+            pad_id=PAD,
+            **options,
+        )
+
+    return jax.tree.map(np.asarray, run(model.state(sentences), jnp.asarray(limits)))
+
+
+@pytest.mark.parametrize("forbidden", [(), (3, 4)])
+def test_greedy_is_a_loop_of_argmax(forbidden):
+    model = Model(9, 0.5)
+    limits = [i % 8 for i in range(24)]
+    result = greedy(model, range(24), limits, 7, forbidden_ids=forbidden)
+    ended = 0
+    for sentence, limit in enumerate(limits):
+        tokens, total = [], 0.0
+        while len(tokens) < limit and EOS not in tokens:
+            log_probs = np.array(model.log_probs(sentence, tokens))
+            log_probs[[PAD, *forbidden]] = -np.inf
+            tokens.append(int(np.argmax(log_probs)))
+            total += log_probs[tokens[-1]]
+        check(result, sentence, [(total, tokens, total)], 7)
+        ended += EOS in tokens
+    assert 4 < ended < 20  # both ways to stop were tried
+
+
+def test_greedy_stops_when_all_sentences_are_done():
+    model = Model(9, 4.0)
+    result = greedy(model, range(10), [50] * 10, 50)
+    jax.effects_barrier()
+    assert model.steps == result.lengths.max() < 20
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        model = Model(12, 1.0, jnp.float64)
+        result = beams(model, [7], [9], k=3, n_best=3, forbidden_ids=(UNK,))
+        assert result.scores.dtype == result.log_probs.dtype == np.float64
+        expected = reference_paper(model, 7, 9, 3, 3, "gnmt", 0.6)
+        np.testing.assert_allclose(result.scores[0], [score for score, _, _ in expected], rtol=1e-13)
+        assert greedy(model, [7], [9], 9).log_probs.dtype == np.float64
+        # The switch alone changes no dtype.
+        single = Model(12, 1.0)
+        assert beams(single, [7], [9], k=3).scores.dtype == greedy(single, [7], [9], 9).scores.dtype == np.float32
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    model = Model(12, 1.0, jnp.bfloat16)
+    assert beams(model, [7], [9], k=3).scores.dtype == np.float32
+    assert greedy(model, [7], [9], 9).scores.dtype == np.float32
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_impossible_tokens_give_no_nan(stopping):
+    """After one token nothing is possible any more: there is no hypothesis, and this is said, without NaN."""
+
+    class DeadEnd(Model):
+        def step(self, tokens, state):
+            logits, state = super().step(tokens, state)
+            return jnp.where((tokens == START)[:, None] & (jnp.arange(self.v) != EOS)[None], logits, -jnp.inf), state
+
+    model = DeadEnd(9)
+    result = beams(model, [1, 2], [4, 1], k=2, stopping=stopping)
+    assert result.scores[0, 0] == -np.inf
+    assert result.lengths[0, 0] == 0
+    assert not np.any(result.tokens[0])
+    assert result.lengths[1, 0] == 1  # cut before the dead end
+    assert np.isfinite(result.scores[1, 0])
+    result = greedy(model, [1, 2], [4, 1], 4)
+    assert result.scores[0, 0] == -np.inf
+    assert result.tokens[0, 0, 1:].tolist() == [PAD] * 3
+    assert np.isfinite(result.scores[1, 0])
+
+
+def test_token_log_probs():
+    logits = jnp.array([[1.0, 2.0, 3.0], [-jnp.inf, 0.0, -jnp.inf]])
+    p = np.exp([1.0, 2.0, 3.0])
+    struck = np.asarray(token_log_probs(logits, 0, (2,)))
+    np.testing.assert_allclose(struck, [[-np.inf, np.log(p[1] / p.sum()), -np.inf], [-np.inf, 0, -np.inf]], rtol=1e-5)
+    shared = np.asarray(token_log_probs(logits, 0, (2,), renormalise=True))
+    np.testing.assert_allclose(
+        shared, [[-np.inf, np.log(p[1] / p[:2].sum()), -np.inf], [-np.inf, 0, -np.inf]], rtol=1e-5
+    )
+    assert np.all(np.asarray(token_log_probs(logits, 0, (0, 1, 2), renormalise=True)) == -np.inf)

@@ -1,0 +1,218 @@
+"""The shape of the project: which way imports point, what an import costs, what is documented, what a wheel holds."""
+
+import ast
+import doctest
+import importlib
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import readme
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "transformer_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A part of the package imports from parts on earlier lines, and from itself. A new file directly under
+# transformer_jax/ has to be given its line here.
+LAYERS = (
+    ("errors", "malloc", "types"),
+    ("config",),
+    ("recipes",),
+    ("model", "data"),
+    ("run",),
+    ("training", "decoding"),
+    ("evaluation", "interop"),
+    ("commands",),
+    ("cli", "__main__"),
+    ("__init__",),
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+
+# Each of these libraries is spoken to in one file, so that it can be changed or replaced there.
+ONE_FILE = (
+    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "tensorboardX", "tensorflow_datasets"),
+    *("tokenizers", "tqdm", "tyro"),
+)
+
+MAX_LINES = 400
+# Files that may be longer, with the reason.
+LONGER = {"transformer_jax/config.py": 540}  # a table of documented fields, easier to read in one place
+
+
+def part_of(file: Path) -> str:
+    """`model` for transformer_jax/model/attention.py, `cli` for transformer_jax/cli.py."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a file imports, inside functions too; `from a import b` gives a.b."""
+    package = (PACKAGE.name, *file.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            for alias in node.names:
+                yield node.lineno, ".".join(filter(None, (*above, node.module, alias.name)))
+
+
+def top_level(file: Path) -> set[str]:
+    return {name.partition(".")[0] for _, name in imports(file)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_one_way(file):
+    part = part_of(file)
+    assert part in LEVEL, f"give {part} its place in LAYERS (tests/test_project.py) and in docs/architecture.md"
+    for line, name in imports(file):
+        names = name.split(".")
+        if names[0] != PACKAGE.name or len(names) == 1:
+            continue
+        other = names[1]
+        if other not in LEVEL:  # `from transformer_jax import Transformer`
+            pytest.fail(f"{file}:{line} imports {name}; inside the package, import from the module that defines it")
+        assert other == part or LEVEL[other] < LEVEL[part], f"{file}:{line}: {part} must not import {name}"
+
+
+def test_data_knows_no_jax():
+    for file in (PACKAGE / "data").glob("**/*.py"):
+        assert not top_level(file) & {"jax", "flax", "optax", "orbax"}, file
+
+
+def test_model_knows_no_training_config():
+    for file in (PACKAGE / "model").glob("**/*.py"):
+        others = {"Config", "DataConfig", "TokenizerConfig", "TrainingConfig", "DecodingConfig"}
+        assert not {name.rpartition(".")[2] for _, name in imports(file)} & others, file
+        assert not top_level(file) & {"optax", "orbax", "grain"}, file
+
+
+@pytest.mark.parametrize("library", ONE_FILE)
+def test_library_is_imported_in_one_file(library):
+    users = [str(file.relative_to(ROOT)) for file in FILES if library in top_level(file)]
+    assert len(users) == 1, f"{library} is imported in {users}"
+
+
+def test_import_is_light():
+    heavy = ("datasets", "grain", "orbax", "sacrebleu", "tensorflow", "tensorflow_datasets", "torch", "tyro")
+    code = f"import sys, transformer_jax; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stdout + done.stderr
+
+
+def test_public_names_exist():
+    package = importlib.import_module("transformer_jax")
+    assert package.__all__
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+
+
+def python_files() -> Iterator[Path]:
+    for folder in ("transformer_jax", "configs", "tests", "benchmarks"):
+        yield from (ROOT / folder).rglob("*.py")
+    yield from ROOT.glob("*.py")
+
+
+def test_no_file_is_long():
+    for file in python_files():
+        name = str(file.relative_to(ROOT))
+        length = len(file.read_text(encoding="utf-8").splitlines())
+        assert length <= LONGER.get(name, MAX_LINES), f"{name} has {length} lines"
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    """Public functions, classes and methods without a docstring. A method may have it in another class of the file,
+    such as the protocol that its class follows; `setup` is called by Linen alone."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    yield from (node.name for node in public if not ast.get_docstring(node))
+    methods = [(owner, node) for owner in tree.body if isinstance(owner, ast.ClassDef) for node in owner.body]
+    methods = [(owner, node) for owner, node in methods if isinstance(node, kinds)]
+    documented = {node.name for _, node in methods if ast.get_docstring(node)} | {"setup"}
+    for owner, node in methods:
+        if owner in public and not node.name.startswith("_") and node.name not in documented:
+            yield f"{owner.name}.{node.name}"
+
+
+def test_public_things_have_docstrings():
+    missing = []
+    for file in FILES:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        assert ast.get_docstring(tree) or not tree.body, f"{file} has no docstring"
+        missing += [f"{file.relative_to(ROOT)}: {name}" for name in undocumented(tree)]
+    assert not missing, missing
+
+
+MODULES = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if file.stem != "__main__"]
+
+
+@pytest.mark.parametrize("module", [name.removesuffix(".__init__") for name in MODULES])
+def test_examples_in_docstrings(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+def test_readme_starts_with_two_commands():
+    blocks = readme.fenced_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(blocks) >= 2
+    for block, word in zip(blocks, ("train.py", "pytest"), strict=False):
+        (command,) = block.text.splitlines()
+        assert word in command
+        assert not command.startswith(("$", ">", "%", "#"))
+        assert "git clone" not in command
+
+
+def test_fenced_blocks():
+    text = "a\n```bash\nls\n\n```\n  ~~~~\n```\nnot closed by another fence\n~~~~\n```console\n$ ls\n```\n"
+    assert readme.fenced_blocks(text) == [
+        ("bash", "ls\n\n"),
+        ("", "```\nnot closed by another fence\n"),
+        ("console", "$ ls\n"),
+    ]
+    with pytest.raises(ValueError, match="not closed"):
+        readme.fenced_blocks("```\nls\n")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, optional_package) -> Path:
+    """The project's wheel, built without a network: the build backend comes with the tests' extra."""
+    optional_package("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = folder.glob("*.whl")
+    return file
+
+
+def test_wheel_holds_the_package_alone(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    expected = {str(file.relative_to(ROOT)) for file in FILES} | {"transformer_jax/py.typed"}
+    assert expected <= set(names)
+    assert all(name.startswith(("transformer_jax/", "transformer_jax-")) for name in names), names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_wheel_brings_the_command_and_the_default_recipe(wheel, tmp_path):
+    target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    install = [*pip, "install", "-q", "--no-index", "--no-deps", "--target", str(target), str(wheel)]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    environment = {**os.environ, "PYTHONPATH": str(target)}
+    code = "import transformer_jax; print(transformer_jax.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith(str(target)), done.stdout + done.stderr
+
+    command = [str(target / "bin" / "transformer-jax"), "train", "--help"]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "--training.num-steps" in done.stdout
+    assert "numbers" in done.stdout  # the default recipe's data source
+    assert not list(elsewhere.iterdir())

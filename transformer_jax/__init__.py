@@ -1,0 +1,79 @@
+"""The encoder-decoder Transformer of 'Attention Is All You Need' in JAX.
+
+`API` below is the public interface, each name with the module it lives in. Importing the package imports nothing else:
+a name is looked up when it is first used, so that the command line starts fast and jax can be configured before it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+API = {
+    # Configuration: frozen dataclasses, checked when made.
+    "Config": "config",  # a whole run
+    "ModelConfig": "config",  # section 3; .base(vocab_size), .big(vocab_size)
+    "DataConfig": "config",  # section 5.1
+    "TokenizerConfig": "config",
+    "TrainingConfig": "config",  # sections 5.3 and 5.4
+    "DecodingConfig": "config",  # section 6.1
+    "UserError": "errors",  # what every failure with a cure raises
+    # The model: Linen modules and, under them, functions on arrays.
+    "Transformer": "model.transformer",
+    "attention_maps": "model.transformer",
+    "count_parameters": "model.transformer",
+    "MultiHeadAttention": "model.attention",
+    "scaled_dot_product_attention": "model.attention",
+    "sinusoids": "model.positional",
+    # Training.
+    "noam_schedule": "training.optimizer",  # paper eq. 3
+    "make_optimizer": "training.optimizer",
+    "cross_entropy": "training.loss",  # label smoothing as sums over tokens
+    "train_step": "training.step",  # THE training step, a pure function
+    "TrainState": "training.state",
+    "Batch": "types",
+    # Decoding and evaluation.
+    "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
+    "beam_search": "decoding.search",  # over a callback, knows no model
+    "greedy_search": "decoding.search",
+    "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
+    # What the commands do.
+    "train": "commands",
+    "evaluate": "commands",
+    "average": "commands",
+}
+
+__all__ = ["API", "__version__", *API]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from transformer_jax.commands import average, evaluate, train
+    from transformer_jax.config import (
+        Config,
+        DataConfig,
+        DecodingConfig,
+        ModelConfig,
+        TokenizerConfig,
+        TrainingConfig,
+    )
+    from transformer_jax.decoding.search import beam_search, greedy_search
+    from transformer_jax.decoding.translator import Translator
+    from transformer_jax.errors import UserError
+    from transformer_jax.evaluation.scores import score_corpus
+    from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
+    from transformer_jax.model.positional import sinusoids
+    from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
+    from transformer_jax.training.loss import cross_entropy
+    from transformer_jax.training.optimizer import make_optimizer, noam_schedule
+    from transformer_jax.training.state import TrainState
+    from transformer_jax.training.step import train_step
+    from transformer_jax.types import Batch
+
+
+def __getattr__(name: str) -> Any:
+    if name not in API:
+        raise AttributeError(f"module 'transformer_jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"transformer_jax.{API[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,204 @@
+"""What the commands of the command line do: `train`, `evaluate`, `average`, as functions."""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from transformer_jax.config import Config
+from transformer_jax.data.batching import BatchPlan, choose_shapes
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.encoding import load_or_encode
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.pipeline import batch_iterator
+from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizers
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation.evaluate import Report, Validation, evaluate_pairs
+from transformer_jax.model.transformer import abstract_params
+from transformer_jax.run.averaging import average_checkpoints
+from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
+from transformer_jax.run.folder import RunFolder, write_atomically
+from transformer_jax.training.loop import Evaluation, Outcome, fit
+from transformer_jax.training.sharding import make_mesh, row_multiple
+from transformer_jax.types import Params
+
+Say = Callable[[str], None]
+
+
+def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | None:
+    """Trains a run, or goes on with it, and scores it on the test split at the end.
+
+    Args:
+        config: the recipe.
+        workdir: the run's folder.
+        say: called with each line for the user.
+
+    Returns:
+        How training ended; None if the run was finished already.
+
+    Raises:
+        UserError: anything that the user can put right.
+    """
+    run = RunFolder(Path(workdir))
+    run.open_for_training(config)
+    steps = checkpoint_steps(run)
+    if steps and steps[-1] >= config.training.num_steps:
+        if not run.result.is_file():
+            _test(config, run, say)
+            return None
+        say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
+        say_result(json.loads(run.result.read_text(encoding="utf-8")), say)
+        return None
+
+    started = time.monotonic()
+    mesh = make_mesh(config.training.mesh_data, config.training.mesh_fsdp, config.training.mesh_tensor)
+    pairs = read_split(config.data, "train")
+    assert pairs is not None  # data.train is never empty
+    tokenizers, params = _starting_point(config, run, pairs, is_fresh=not steps)
+    encoded = load_or_encode(config, "train", tokenizers, run.cache, pairs)
+    say(f"{pairs.origin}: {encoded.report}")
+    lengths = encoded.source_lengths, encoded.target_lengths
+    plan = BatchPlan(
+        *lengths, choose_shapes(*lengths, config.data.batch_tokens, config.data.max_shapes), config.training.seed
+    )
+    say(
+        f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shapes, {plan.padding_share(*lengths):.1%} "
+        f"padding; {sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config.model))):,} parameters; "
+        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s); ready after {time.monotonic() - started:.0f} s"
+    )
+    if steps:
+        say(f"resuming {run.path} at step {steps[-1]}")
+    evaluate: Callable[[Params, int], Evaluation] = lambda params, step: Evaluation()  # noqa: E731
+    valid = read_split(config.data, "valid")
+    if valid is not None:
+        encoded_valid = load_or_encode(config, "valid", tokenizers, run.cache, valid)
+        evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
+    outcome = fit(
+        config,
+        run,
+        mesh,
+        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=row_multiple(mesh, config.training.accumulate)),
+        evaluate,
+        params,
+    )
+    if outcome.interrupted_by:
+        say(
+            f"stopped by {outcome.interrupted_by} after step {outcome.step} of {config.training.num_steps}, which is "
+            "saved; the same command goes on from there"
+        )
+        return outcome
+    _test(config, run, say)
+    return outcome
+
+
+def _batches_from(start: int, *, encoded: Any, plan: BatchPlan, config: Config, multiple: int) -> Any:
+    return batch_iterator(
+        encoded,
+        plan,
+        config.model,
+        start,
+        config.training.num_steps,
+        multiple,
+        config.data.prefetch,
+        jax.process_index(),
+        jax.process_count(),
+    )
+
+
+def _starting_point(
+    config: Config, run: RunFolder, pairs: Pairs, is_fresh: bool
+) -> tuple[TokenizerPair, Params | None]:
+    """The run's tokenizers, made or taken from `init_from` if it has none, and the parameters of `init_from`."""
+    source = RunFolder(Path(config.training.init_from)) if config.training.init_from else None
+    if not run.tokenizer.is_dir():
+        tokenizers = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
+        tokenizers.save(run.tokenizer)
+    tokenizers = TokenizerPair.load(run.tokenizer)
+    tokenizers.check_fits(config.model)
+    if source is None or not is_fresh:
+        return tokenizers, None
+    old = source.load_config()
+    checkpoint = resolve_checkpoint(source, old.decoding.checkpoint, old.training.best_by)
+    return tokenizers, load_params(checkpoint, config.model)
+
+
+def _test(config: Config, run: RunFolder, say: Say) -> None:
+    """The run's figures on the test split, printed and written to `result.json`."""
+    checkpoint = config.decoding.checkpoint
+    if config.training.average_last:
+        # Of those checkpoints that were written, at most so many.
+        last = min(config.training.average_last, len(checkpoint_steps(run)))
+        average_checkpoints(run, config.model, last)
+        checkpoint = "average"
+    pairs = read_split(config.data, "test")
+    if pairs is None:
+        write_atomically(run.result, json.dumps({"steps": config.training.num_steps}, indent=2) + "\n")
+        say(f"{run.path} is finished; no test split is configured (data.test)")
+        return
+    report = evaluate_pairs(Translator.load(run.path, checkpoint=checkpoint), pairs)
+    for index in range(0, len(pairs), -(-len(pairs) // 5)):
+        say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
+    result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
+    write_atomically(run.result, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    say_result(result, say)
+
+
+def result_of(report: Report) -> dict[str, Any]:
+    """A report's figures as JSON has them."""
+    scores = dataclasses.asdict(report.scores)
+    others = {item.name: getattr(report, item.name) for item in dataclasses.fields(report)}
+    return {**scores, **{name: value for name, value in others.items() if name not in ("scores", "translations")}}
+
+
+def say_result(result: dict[str, Any], say: Say) -> None:
+    """A result as lines, the last of them `exact match 99.62 %`."""
+    if "bleu" not in result:
+        return
+    say(f"BLEU {result['bleu']:.2f}  ({result['bleu_signature']})")
+    say(f"chrF {result['chrf']:.2f}  ({result['chrf_signature']})")
+    say(f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f} per token")
+    say(
+        f"{result['num_sentences']} sentences, {result['sentences_per_second']:.1f} sentences/s, "
+        f"{result['tokens_per_second']:.0f} tokens/s"
+    )
+    say(f"exact match {result['exact_match']:.2f} %")
+
+
+def evaluate(
+    run: str | Path,
+    pairs: Pairs | None = None,
+    split: str = "test",
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    **decoding: Any,
+) -> dict[str, Any]:
+    """Scores a run on given pairs, or on a split of its own corpus.
+
+    Keyword arguments after `lowercase` replace fields of the run's `decoding` section.
+
+    Raises:
+        UserError: no such run, checkpoint or split.
+    """
+    translator = Translator.load(run, **decoding)
+    if pairs is None:
+        if split not in ("train", "valid", "test"):
+            raise UserError(f"split is {split!r}; legal: train, valid, test")
+        pairs = read_split(translator.config.data, split)  # type: ignore[arg-type]
+        if pairs is None:
+            raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
+    report = evaluate_pairs(translator, pairs, tokenize=tokenize, lowercase=lowercase)
+    return {"run": str(run), "checkpoint": translator.config.decoding.checkpoint, **result_of(report)}
+
+
+def average(run: str | Path, last: int) -> list[int]:
+    """Averages the last checkpoints of a run into its `average/`, which `--checkpoint average` then means."""
+    folder = RunFolder(Path(run))
+    return average_checkpoints(folder, folder.load_config().model, last)

@@ -1,0 +1,510 @@
+"""The configuration of a run: frozen dataclasses, checked when made, and their JSON form.
+
+The docstring under a field is its `--help`. A default is the paper's value where the paper has one.
+"""
+
+import dataclasses
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from transformer_jax.errors import UserError
+from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+
+FloatType = Literal["float32", "bfloat16", "float64"]
+
+
+class StackSize(NamedTuple):
+    """The sizes of one stack (encoder or decoder), every default resolved."""
+
+    num_layers: int
+    num_heads: int
+    d_ff: int
+    d_k: int
+    d_v: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides the function the model computes and the shapes of its parameters (paper section 3)."""
+
+    vocab_size: int = 37_000
+    """Rows of the (target) embedding table, exactly. A tokenizer may have fewer entries, never more."""
+    source_vocab_size: int | None = None
+    """Rows of the source embedding table; None: as vocab_size. May differ unless all embeddings are tied."""
+    d_model: int = 512
+    """Width of every layer's input and output."""
+    num_layers: int = 6
+    """N: layers of each stack."""
+    num_heads: int = 8
+    """h: attention heads of every layer."""
+    d_ff: int = 2048
+    """Inner width of the feed-forward networks."""
+    d_k: int | None = None
+    """Width of a head's queries and keys; None: d_model / num_heads."""
+    d_v: int | None = None
+    """Width of a head's values; None: d_model / num_heads."""
+    decoder_num_layers: int | None = None
+    """Layers of the decoder; None: num_layers."""
+    decoder_num_heads: int | None = None
+    """Heads of the decoder's layers; None: num_heads."""
+    decoder_d_ff: int | None = None
+    """Inner width of the decoder's feed-forward networks; None: d_ff."""
+    decoder_d_k: int | None = None
+    """d_k of the decoder; None: d_k if that is given, else d_model / decoder_num_heads."""
+    decoder_d_v: int | None = None
+    """d_v of the decoder; None: d_v if that is given, else d_model / decoder_num_heads."""
+
+    norm_position: Literal["post", "pre"] = "post"
+    """post: LayerNorm(x + Sublayer(x)), the paper. pre: x + Sublayer(LayerNorm(x)), tensor2tensor since 2017-10."""
+    final_norm: bool = False
+    """One more LayerNorm after the last layer of each stack (torch.nn.Transformer; usual with norm_position pre)."""
+    norm_epsilon: float = 1e-6
+    """LayerNorm's epsilon: 1e-6 in the released code, 1e-5 in PyTorch and Marian."""
+    norm_variant: Literal["standard", "unbiased_std"] = "standard"
+    """standard: (x - mean) / sqrt(variance + epsilon). unbiased_std: (x - mean) / (std with n - 1, + epsilon)."""
+    activation: Literal["relu", "gelu", "swish"] = "relu"
+    """Between the two products of the feed-forward network; gelu is the exact one, x * Phi(x)."""
+    attention_bias: bool = False
+    """Biases on the query, key, value and output projections: not in the formula, in the first released code."""
+    logits_bias: bool = False
+    """A bias on the logits."""
+
+    residual_dropout: float = 0.1
+    """P_drop: on every sub-layer's output and on the sums of embeddings and positions (paper section 5.4)."""
+    attention_dropout: float = 0.0
+    """On the attention weights: 0 in the paper and its first code, 0.1 in later code."""
+    activation_dropout: float = 0.0
+    """After the feed-forward activation: 0 in the paper and its first code, 0.1 in later code."""
+
+    positions: Literal["interleaved", "halves", "learned"] = "interleaved"
+    """interleaved: sine and cosine in turn, the paper. halves: all sines, then all cosines. learned: a table."""
+    position_exponent: Literal["paper", "tensor2tensor"] = "paper"
+    """Wavelength of the i-th pair: 10000^(2i / d_model), or 10000^(i / (d_model / 2 - 1)) in tensor2tensor, fairseq."""
+    position_offset: int = 0
+    """Number of the first position: 0 in the paper, 1 in OpenNMT, padding index + 1 in fairseq."""
+    max_length: int = 1024
+    """Rows of the learned position tables; sinusoids have no end."""
+    tie_embeddings: Literal["all", "target", "none"] = "all"
+    """all: one table for source, target and logits (paper section 3.4). target: target and logits share. none."""
+    scale_embeddings: bool = True
+    """Multiply embeddings by sqrt(d_model) (paper section 3.4)."""
+
+    decoder_start: Literal["bos", "eos", "pad", "zeros"] = "bos"
+    """What the decoder reads first: the embedding of BOS, EOS (fairseq) or PAD (Marian), or zeros (released code)."""
+    source_eos: bool = True
+    """Whether the source ends with EOS."""
+    pad_id: int = PAD_ID
+    """Id of the padding."""
+    bos_id: int = BOS_ID
+    """Id of the beginning of a sentence."""
+    eos_id: int = EOS_ID
+    """Id of the end of a sentence."""
+    unk_id: int = UNK_ID
+    """Id of what the tokenizer does not know."""
+
+    initialization: Literal["tensor2tensor", "xavier_uniform", "torch_fused"] = "tensor2tensor"
+    """tensor2tensor: embeddings N(0, 1 / d_model), Xavier uniform elsewhere. xavier_uniform: embeddings too.
+    torch_fused: as tensor2tensor, but query, key and value drawn as one matrix, as torch.nn.MultiheadAttention."""
+    dtype: FloatType = "float32"
+    """Of the computation. Softmax, LayerNorm and logits are computed in at least float32."""
+    param_dtype: FloatType = "float32"
+    """Of the parameters."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "max_length"):
+            _require(getattr(self, name) >= 1, f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("source_vocab_size", "d_k", "d_v", *(f"decoder_{n}" for n in StackSize._fields)):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"model.{name} is {value}; it must be at least 1")
+        for name in ("residual_dropout", "attention_dropout", "activation_dropout"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"model.{name} is {value}; a dropout rate is at least 0 and below 1")
+        _require(self.norm_epsilon >= 0, f"model.norm_epsilon is {self.norm_epsilon}; it must not be negative")
+        _require(self.position_offset >= 0, f"model.position_offset is {self.position_offset}; it must not be negative")
+        for prefix, heads in (("", self.num_heads), ("decoder_", self.decoder_num_heads or self.num_heads)):
+            for width in ("d_k", "d_v"):
+                given = getattr(self, prefix + width) or getattr(self, width)
+                _require(
+                    given is not None or self.d_model % heads == 0,
+                    f"model.d_model {self.d_model} is not divisible by model.{prefix}num_heads {heads}: "
+                    f"change one of them, or give model.{prefix}{width}",
+                )
+        _require(
+            self.positions == "learned" or self.d_model % 2 == 0,
+            f"model.d_model is {self.d_model} and model.positions {self.positions!r}: sinusoids need an even d_model",
+        )
+        _require(
+            self.positions == "learned" or self.position_exponent == "paper" or self.d_model >= 4,
+            f"model.d_model is {self.d_model} and model.position_exponent {self.position_exponent!r}: "
+            "that exponent needs a d_model of at least 4",
+        )
+        _require(
+            self.positions != "learned" or self.position_offset < self.max_length,
+            f"model.position_offset {self.position_offset} leaves no row of the model.max_length {self.max_length}",
+        )
+        _require(
+            self.tie_embeddings != "all" or self.source_vocab_size in (None, self.vocab_size),
+            f"model.source_vocab_size {self.source_vocab_size} differs from model.vocab_size {self.vocab_size}: "
+            "with model.tie_embeddings 'all' they must be equal (use 'target' or 'none')",
+        )
+        _require(
+            self.norm_variant == "standard" or self.d_model >= 2,
+            f"model.norm_variant is {self.norm_variant!r} and model.d_model {self.d_model}: it needs at least 2",
+        )
+        ids = {name: getattr(self, name) for name in ("pad_id", "bos_id", "eos_id", "unk_id")}
+        rows = min(self.vocab_size, self.source_rows)
+        for name, value in ids.items():
+            _require(0 <= value < rows, f"model.{name} is {value}; it must lie in a vocabulary of {rows} rows")
+        _require(
+            self.pad_id != self.eos_id, f"model.pad_id {self.pad_id} and model.eos_id {self.eos_id} must differ"
+        )
+
+    @property
+    def source_rows(self) -> int:
+        """Rows of the source embedding table."""
+        return self.vocab_size if self.source_vocab_size is None else self.source_vocab_size
+
+    @property
+    def encoder(self) -> StackSize:
+        """Sizes of the encoder, defaults resolved."""
+        width = self.d_model // self.num_heads
+        return StackSize(self.num_layers, self.num_heads, self.d_ff, self.d_k or width, self.d_v or width)
+
+    @property
+    def decoder(self) -> StackSize:
+        """Sizes of the decoder, defaults resolved."""
+        num_heads = self.decoder_num_heads or self.num_heads
+        width = self.d_model // num_heads
+        return StackSize(
+            self.decoder_num_layers or self.num_layers,
+            num_heads,
+            self.decoder_d_ff or self.d_ff,
+            self.decoder_d_k or self.d_k or width,
+            self.decoder_d_v or self.d_v or width,
+        )
+
+    @property
+    def start_id(self) -> int:
+        """The id that stands first in `tgt_in`. With zeros its embedding is not looked at."""
+        return {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "zeros": self.bos_id}[self.decoder_start]
+
+    @classmethod
+    def base(cls, vocab_size: int, **changes: Any) -> "ModelConfig":
+        """The base model of Table 3: N 6, d_model 512, d_ff 2048, h 8, d_k = d_v = 64, P_drop 0.1.
+
+        >>> ModelConfig.base(37_000).encoder
+        StackSize(num_layers=6, num_heads=8, d_ff=2048, d_k=64, d_v=64)
+        """
+        return cls(vocab_size=vocab_size, **changes)
+
+    @classmethod
+    def big(cls, vocab_size: int, **changes: Any) -> "ModelConfig":
+        """The big model of Table 3: d_model 1024, d_ff 4096, h 16, P_drop 0.3 (0.1 for English to French).
+
+        >>> ModelConfig.big(37_000, residual_dropout=0.1).decoder
+        StackSize(num_layers=6, num_heads=16, d_ff=4096, d_k=64, d_v=64)
+        """
+        sizes: dict[str, Any] = {"d_model": 1024, "d_ff": 4096, "num_heads": 16, "residual_dropout": 0.3}
+        return cls(vocab_size=vocab_size, **(sizes | changes))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where sentence pairs come from and how they are put into batches (paper section 5.1)."""
+
+    source: Literal["numbers", "text", "tsv", "jsonl", "huggingface", "tfds"] = "numbers"
+    """numbers: spelled-out numbers, made here, needs no file. text: two parallel files a split. tsv, jsonl: one file a
+    split with a column for each side. huggingface, tfds: a dataset of those libraries, by name or from disk."""
+    directory: str = ""
+    """text, tsv, jsonl: the folder of the files. huggingface: a folder written by save_to_disk. tfds: its data_dir."""
+    name: str = ""
+    """huggingface, tfds: name of the dataset, such as wmt14 or wmt14_translate/de-en."""
+    subset: str = ""
+    """huggingface: name of the dataset's configuration, such as de-en."""
+    train: str = "train"
+    """The training split: the split's name, or for text, tsv and jsonl the file name's stem. The text files of a stem
+    are STEM.LANGUAGE, with .gz, .xz or .zst if packed; the others STEM.tsv or STEM.jsonl."""
+    valid: str = "valid"
+    """The validation split; empty: none."""
+    test: str = "test"
+    """The test split; empty: none."""
+    source_language: str = "en"
+    """Language of the source; also ending of its text file, and its column's name unless source_column is given."""
+    target_language: str = "de"
+    """Language of the target; also ending of its text file, and its column's name unless target_column is given."""
+    source_column: str = ""
+    """tsv, jsonl, huggingface, tfds: the source's column. For tsv a name in the first line, or a number from 1."""
+    target_column: str = ""
+    """The same for the target."""
+    numbers_train: int = 40_000
+    """numbers: how many numbers below one million are trained on."""
+    numbers_valid: int = 500
+    """numbers: how many others are for validation."""
+    numbers_test: int = 2_000
+    """numbers: how many others are held out for the test."""
+
+    max_length: int = 256
+    """Training pairs with more tokens than this on a side (EOS counted) are left out, and counted in the log."""
+    max_length_ratio: float = 9.0
+    """Training pairs of which one side has more than this times the other's tokens are left out (EOS counted), and
+    counted in the log."""
+    batch_tokens: int = 25_000
+    """Tokens of a batch, padding counted, on the source side and on the target side each, over all devices."""
+    max_shapes: int = 12
+    """Batches have at most this many different shapes: each is compiled once."""
+    prefetch: int = 8
+    """Batches made ahead of the training step."""
+
+    def __post_init__(self) -> None:
+        if self.source in ("text", "tsv", "jsonl"):
+            _require(bool(self.directory), f"data.source is {self.source!r} and data.directory {self.directory!r}")
+        if self.source == "huggingface":
+            _require(
+                bool(self.name) != bool(self.directory),
+                f"data.source is 'huggingface', data.name {self.name!r} and data.directory {self.directory!r}: "
+                "give the name of a dataset or the folder of one, not both",
+            )
+        if self.source == "tfds":
+            _require(bool(self.name), f"data.source is 'tfds' and data.name {self.name!r}: name the dataset")
+        _require(bool(self.train), f"data.train is {self.train!r}; name the training split")
+        for name in ("numbers_train", "max_length", "batch_tokens", "max_shapes", "prefetch"):
+            _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("numbers_valid", "numbers_test"):
+            _require(getattr(self, name) >= 0, f"data.{name} is {getattr(self, name)}; it must not be negative")
+        wanted = self.numbers_train + self.numbers_valid + self.numbers_test
+        _require(wanted <= 1_000_000, f"data.numbers_* ask for {wanted} numbers; there are 1000000 below one million")
+        _require(self.max_length_ratio >= 1, f"data.max_length_ratio is {self.max_length_ratio}; at least 1 is legal")
+        _require(
+            self.batch_tokens >= self.max_length,
+            f"data.batch_tokens {self.batch_tokens} is less than data.max_length {self.max_length}: "
+            "the longest pair would fit no batch",
+        )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes token ids. The sizes come from model.vocab_size and model.source_vocab_size."""
+
+    kind: Literal["bpe", "word", "presegmented"] = "bpe"
+    """bpe: byte pairs, any text round-trips. word: words between spaces. presegmented: text that subword-nmt has cut
+    already, with '@@ ' inside words; output is joined again."""
+    joint: bool = True
+    """One vocabulary for both sides; needed where embeddings are tied three ways."""
+    min_frequency: int = 1
+    """word, presegmented: rarer words become the unknown token. bpe: rarer pairs are not merged."""
+
+    def __post_init__(self) -> None:
+        _require(self.min_frequency >= 1, f"tokenizer.min_frequency is {self.min_frequency}; at least 1 is legal")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The training recipe (paper sections 5.3 and 5.4) and what the run writes while it trains."""
+
+    num_steps: int = 100_000
+    """Training steps (updates) of the whole run."""
+    seed: int = 0
+    """Of the initial parameters, the order of the data and the dropout."""
+    schedule: Literal["noam", "inverse_sqrt", "constant"] = "noam"
+    """noam: scale * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5), the paper. inverse_sqrt: linear to
+    peak_learning_rate in warmup_steps, then with step^-0.5. constant: linear to the peak, then level."""
+    warmup_steps: int = 4000
+    """Steps until the peak of the learning rate; a run may be shorter."""
+    learning_rate_scale: float = 1.0
+    """noam: factor on the learning rate; 1 in the paper, 2 in later code."""
+    peak_learning_rate: float = 7e-4
+    """inverse_sqrt, constant: the highest learning rate."""
+    adam_beta1: float = 0.9
+    """Adam's beta_1."""
+    adam_beta2: float = 0.98
+    """Adam's beta_2."""
+    adam_epsilon: float = 1e-9
+    """Adam's epsilon."""
+    clip_norm: float | None = None
+    """Scale gradients whose global norm is larger than this down to it; None: never."""
+    label_smoothing: float = 0.1
+    """epsilon_ls: probability taken from the right token and spread over others."""
+    smoothing_mass: Literal["others", "all", "others_without_pad"] = "others"
+    """Over which tokens it is spread: the V - 1 others (released code, fairseq), all V (PyTorch, optax), or the
+    V - 2 that are neither right nor padding (annotated-transformer, joeynmt)."""
+    accumulate: int = 1
+    """Split each batch into this many parts, one after the other, to save memory; the update is the same."""
+    mesh_data: int = -1
+    """Devices along the mesh axis 'data' (batches split); -1: all that the other axes leave."""
+    mesh_fsdp: int = 1
+    """Devices along 'fsdp' (batches split, parameters and optimiser split too)."""
+    mesh_tensor: int = 1
+    """Devices along 'tensor' (heads and inner width split)."""
+    init_from: str = ""
+    """A run whose weights and tokenizer this one starts from, with a fresh optimiser (fine-tuning)."""
+
+    log_every: int = 50
+    """Steps between two logged ones."""
+    validate_every: int = 1000
+    """Steps between validations; there is one after the last step too."""
+    valid_sentences: int = 500
+    """So many of the validation split's sentences are translated for BLEU at each validation; 0: none."""
+    num_samples: int = 4
+    """Sample translations shown and written at each validation."""
+    checkpoint_every: int = 1000
+    """Steps between checkpoints; there is one at each validation and after the last step too."""
+    checkpoint_seconds: float = 600.0
+    """Seconds after which a checkpoint is due in any case (the paper wrote one every 10 minutes)."""
+    keep_checkpoints: int = 5
+    """So many of the last checkpoints are kept, and the best one."""
+    best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
+    """The figure that decides which checkpoint is the best."""
+    average_last: int = 0
+    """After the last step, average this many of the last checkpoints for the final test (paper section 6.1: 5); 0: no."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("num_steps", "warmup_steps", "accumulate", "log_every", "validate_every", "checkpoint_every"),
+            *("keep_checkpoints", "mesh_fsdp", "mesh_tensor"),
+        ):
+            _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("valid_sentences", "num_samples", "average_last", "seed"):
+            _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; it must not be negative")
+        for name in ("learning_rate_scale", "peak_learning_rate", "adam_epsilon", "checkpoint_seconds"):
+            _require(getattr(self, name) > 0, f"training.{name} is {getattr(self, name)}; it must be more than 0")
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"training.{name} is {value}; it must be at least 0 and below 1")
+        _require(self.clip_norm is None or self.clip_norm > 0, f"training.clip_norm is {self.clip_norm}; more than 0")
+        _require(self.mesh_data == -1 or self.mesh_data >= 1, f"training.mesh_data is {self.mesh_data}; -1 or more")
+        _require(
+            self.average_last <= self.keep_checkpoints,
+            f"training.average_last is {self.average_last} and training.keep_checkpoints {self.keep_checkpoints}: "
+            "only kept checkpoints can be averaged",
+        )
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """How translations are searched for (paper section 6.1)."""
+
+    beam_size: int = 4
+    """k: hypotheses kept for each sentence; 1 is greedy search."""
+    alpha: float = 0.6
+    """Exponent of the length penalty."""
+    length_penalty: Literal["gnmt", "power", "none"] = "gnmt"
+    """What a hypothesis's log-probability is divided by: ((5 + length) / 6)^alpha, length^alpha, or nothing."""
+    stopping: Literal["paper", "huggingface", "ctranslate2"] = "paper"
+    """paper: when no live hypothesis can still win. huggingface, ctranslate2: as those do."""
+    max_extra: int = 50
+    """Longest output: the source's tokens plus this, EOS counted on both sides."""
+    checkpoint: str = "last"
+    """Which parameters: last, best, average, or the number of a step."""
+    max_source: int = 1024
+    """Longer sources, in tokens, are cut there, with a warning."""
+    batch_tokens: int = 8_192
+    """Source tokens of a batch, padding counted and beams not."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_size", "max_source", "batch_tokens"):
+            _require(getattr(self, name) >= 1, f"decoding.{name} is {getattr(self, name)}; it must be at least 1")
+        _require(self.max_extra >= 0, f"decoding.max_extra is {self.max_extra}; it must not be negative")
+        _require(self.alpha >= 0, f"decoding.alpha is {self.alpha}; it must not be negative")
+        _require(
+            self.checkpoint in ("last", "best", "average") or self.checkpoint.isdecimal(),
+            f"decoding.checkpoint is {self.checkpoint!r}; it must be last, best, average or the number of a step",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run: model, data, tokenizer, training and decoding."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.tokenizer.joint or self.model.tie_embeddings != "all",
+            f"tokenizer.joint is {self.tokenizer.joint} and model.tie_embeddings {self.model.tie_embeddings!r}: "
+            "one table for both sides needs one vocabulary",
+        )
+        _require(
+            not self.tokenizer.joint or self.model.source_rows == self.model.vocab_size,
+            f"tokenizer.joint is {self.tokenizer.joint} and model.source_vocab_size {self.model.source_vocab_size} "
+            f"differs from model.vocab_size {self.model.vocab_size}: a joint vocabulary has one size",
+        )
+        _require(
+            self.model.positions != "learned"
+            or self.data.max_length + self.model.position_offset <= self.model.max_length,
+            f"data.max_length {self.data.max_length} (plus model.position_offset {self.model.position_offset}) is more "
+            f"than model.max_length {self.model.max_length}, the rows of the learned position table",
+        )
+
+    def to_json(self) -> str:
+        """All fields as indented JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "config.json") -> "Config":
+        """The reverse of `to_json`; a field that is not in the text keeps its default.
+
+        Raises:
+            UserError: the text is no JSON object, or has a field or value that is not known; `origin` is named.
+        """
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{origin}, line {error.lineno}: not JSON: {error.msg}") from error
+        return _from_dict(cls, tree, origin, "")
+
+    def flat(self) -> dict[str, Any]:
+        """{"model.vocab_size": ..., ...}: every field under its full name."""
+        return {
+            f"{section.name}.{item.name}": getattr(getattr(self, section.name), item.name)
+            for section in dataclasses.fields(self)
+            for item in dataclasses.fields(getattr(self, section.name))
+        }
+
+
+def load_config(path: Path) -> Config:
+    """Reads a `config.json`."""
+    return Config.from_json(path.read_text(encoding="utf-8"), str(path))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _from_dict(cls: Any, tree: Any, origin: str, prefix: str) -> Any:
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: {prefix or 'the whole'} is {tree!r}; a JSON object is needed")
+    kinds = typing.get_type_hints(cls)
+    for name in tree:
+        if name not in kinds:
+            raise UserError(f"{origin}: unknown field {prefix}{name}; known: {', '.join(kinds)}")
+    values = {}
+    for name, value in tree.items():
+        if dataclasses.is_dataclass(kinds[name]):
+            values[name] = _from_dict(kinds[name], value, origin, f"{prefix}{name}.")
+        else:
+            values[name] = _checked(kinds[name], value, f"{origin}: {prefix}{name}")
+    return cls(**values)
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """`value` if it is of the annotated type (a scalar, Literal, or one of them or None), else UserError."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        if value not in options or isinstance(value, bool):
+            raise UserError(f"{where} is {value!r}; legal: {', '.join(map(str, options))}")
+        return value
+    kinds = options or (kind,)
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        names = " or ".join("None" if item is type(None) else item.__name__ for item in kinds)
+        raise UserError(f"{where} is {value!r}; it must be {names}")
+    return value

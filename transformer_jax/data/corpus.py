@@ -1,0 +1,39 @@
+"""Where sentence pairs come from: one function for every `data.source`."""
+
+from transformer_jax.config import DataConfig
+from transformer_jax.data.pairs import Pairs, Split
+from transformer_jax.data.text_files import read_lines
+
+__all__ = ["Pairs", "Split", "read_lines", "read_split"]
+
+
+def read_split(config: DataConfig, split: Split) -> Pairs | None:
+    """The sentence pairs of a split, in the order of the source; None where the config has no such split.
+
+    Args:
+        config: the data section.
+        split: train, valid or test: the role; `config.train`, `.valid`, `.test` name it in the source.
+
+    Raises:
+        UserError: a missing, damaged or empty file, data set, split or column; sides of different length; text that
+            is not UTF-8. The message names file and line, or data set and row.
+    """
+    if not getattr(config, split):
+        return None
+    # Each library is loaded only if it is the source.
+    if config.source == "numbers":
+        from transformer_jax.data.numbers import numbers_corpus
+
+        return numbers_corpus(config).get(split)
+    if config.source == "huggingface":
+        from transformer_jax.data.huggingface import read_huggingface
+
+        return read_huggingface(config, split)
+    if config.source == "tfds":
+        from transformer_jax.data.tfds import read_tfds
+
+        return read_tfds(config, split)
+    from transformer_jax.data import text_files
+
+    readers = {"text": text_files.read_text, "tsv": text_files.read_tsv, "jsonl": text_files.read_jsonl}
+    return readers[config.source](config, getattr(config, split))

@@ -1,0 +1,223 @@
+"""A corpus as token ids: filtered, flat, cached on disk and memory-mapped."""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from transformer_jax.config import Config, DataConfig, ModelConfig
+from transformer_jax.data.pairs import Pairs, Split
+from transformer_jax.data.tokenizer import Tokenizer, TokenizerPair
+from transformer_jax.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1  # of the cache; count up when the files or the filter change
+_ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
+
+
+@dataclass(frozen=True)
+class FilterReport:
+    """How many pairs a split had, how many are used, and why the others are not. A pair is counted once.
+
+    >>> print(FilterReport(10, empty=1, long=2, odd=0, max_length=256, max_length_ratio=9.0))
+    10 pairs: 7 kept, 1 empty, 2 longer than 256 tokens, 0 of a length ratio above 9
+    """
+
+    pairs: int
+    empty: int
+    long: int
+    odd: int
+    max_length: int
+    max_length_ratio: float
+
+    @property
+    def kept(self) -> int:
+        """Pairs that are used."""
+        return self.pairs - self.empty - self.long - self.odd
+
+    def __str__(self) -> str:
+        return (
+            f"{self.pairs} pairs: {self.kept} kept, {self.empty} empty, {self.long} longer than {self.max_length} "
+            f"tokens, {self.odd} of a length ratio above {self.max_length_ratio:g}"
+        )
+
+
+@dataclass(frozen=True)
+class EncodedPairs:
+    """Sentence pairs as ids without special tokens; pair i is `source(i)` and `target(i)`.
+
+    Args:
+        source_ids: unsigned 16-bit or signed 32-bit ids of all source sentences, one after the other.
+        source_offsets: int64; sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
+        target_ids, target_offsets: the same for the target.
+        source_eos: whether batches put EOS after the source.
+        report: what the filter did; None where nothing is filtered.
+    """
+
+    source_ids: np.ndarray
+    source_offsets: np.ndarray
+    target_ids: np.ndarray
+    target_offsets: np.ndarray
+    source_eos: bool
+    report: FilterReport | None = None
+
+    def __len__(self) -> int:
+        return len(self.source_offsets) - 1
+
+    def source(self, index: int) -> np.ndarray:
+        """Ids of source sentence `index`."""
+        return self.source_ids[self.source_offsets[index] : self.source_offsets[index + 1]]
+
+    def target(self, index: int) -> np.ndarray:
+        """Ids of target sentence `index`."""
+        return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
+
+    @property
+    def source_lengths(self) -> np.ndarray:
+        """Tokens of each source sentence, int64; EOS counted if the source ends with it."""
+        return np.diff(self.source_offsets) + int(self.source_eos)
+
+    @property
+    def target_lengths(self) -> np.ndarray:
+        """Tokens of each target sentence, EOS counted, int64."""
+        return np.diff(self.target_offsets) + 1
+
+
+def encode_pairs(
+    pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None = None
+) -> EncodedPairs:
+    """Pairs as token ids.
+
+    Args:
+        pairs: the text.
+        tokenizers: of both sides.
+        model: says whether the source ends with EOS, which counts as a token.
+        keep: for training. Left out are pairs of which a side is white space only, of which a side is longer than
+            `keep.max_length`, and of which one side has more than `keep.max_length_ratio` times the other's tokens.
+            None: nothing is left out.
+
+    Raises:
+        UserError: nothing is left.
+    """
+    source, target = _Column(tokenizers.source), _Column(tokenizers.target)
+    empty = long = odd = 0
+    for texts in pairs.chunks():
+        rows = source.encode(texts[0]), target.encode(texts[1])
+        kept = np.ones(len(texts[0]), bool)
+        if keep is not None:
+            blank = np.array([not s.strip() or not t.strip() for s, t in zip(*texts, strict=True)])
+            lengths = np.array([[len(row) for row in side] for side in rows])
+            lengths += np.array([[model.source_eos], [1]])
+            too_long = ~blank & (lengths.max(0) > keep.max_length)
+            too_odd = ~blank & ~too_long & (lengths.max(0) > keep.max_length_ratio * lengths.min(0))
+            empty, long, odd = empty + int(blank.sum()), long + int(too_long.sum()), odd + int(too_odd.sum())
+            kept = ~(blank | too_long | too_odd)
+        source.append(rows[0], kept)
+        target.append(rows[1], kept)
+    report = None
+    if keep is not None:
+        report = FilterReport(len(pairs), empty, long, odd, keep.max_length, keep.max_length_ratio)
+        logger.info("%s: %s", pairs.origin, report)
+        if not report.kept:
+            raise UserError(
+                f"{pairs.origin}: no pair is left for training: {report}; check the files, or raise data.max_length "
+                "and data.max_length_ratio"
+            )
+    return EncodedPairs(*source.arrays(), *target.arrays(), source_eos=model.source_eos, report=report)
+
+
+def load_or_encode(
+    config: Config, split: Split, tokenizers: TokenizerPair, cache_directory: Path, pairs: Pairs
+) -> EncodedPairs:
+    """As `encode_pairs`, from a cache in `cache_directory` if it has these pairs; the training split is filtered.
+
+    The arrays are memory-mapped, read-only. A folder of the cache is named after the split and a fingerprint of all
+    that decides its content, so one that is out of date is not found; a damaged one is made again.
+
+    Raises:
+        UserError: nothing is left for training.
+    """
+    keep = config.data if split == "train" else None
+    directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"
+    cached = _load(directory)
+    if cached is not None:
+        logger.info("%s: %s", pairs.origin, cached.report or f"{len(cached)} pairs")
+        return cached
+    encoded = encode_pairs(pairs, tokenizers, config.model, keep)
+    _save(encoded, directory)
+    return _load(directory) or encoded
+
+
+class _Column:
+    """Gathers the ids of one side."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._type = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+        self._ids: list[np.ndarray] = [np.zeros(0, self._type)]
+        self._lengths: list[np.ndarray] = [np.zeros(1, np.int64)]  # so that the first offset is 0
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._tokenizer.encode(texts)
+
+    def append(self, rows: list[list[int]], kept: np.ndarray) -> None:
+        chosen = list(itertools.compress(rows, kept))
+        self._ids.append(np.fromiter(itertools.chain.from_iterable(chosen), self._type))
+        self._lengths.append(np.array([len(row) for row in chosen], np.int64))
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.concatenate(self._ids), np.cumsum(np.concatenate(self._lengths))
+
+
+def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None) -> str:
+    policy = None if keep is None else (keep.max_length, keep.max_length_ratio)
+    digest = hashlib.sha256(json.dumps([_FORMAT, len(pairs), policy, model.source_eos]).encode())
+    for tokenizer in (tokenizers.source, tokenizers.target):
+        digest.update(tokenizer.to_json().encode())
+    for texts in pairs.chunks():
+        for side in texts:
+            digest.update("\n".join(side).encode())
+            digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _save(encoded: EncodedPairs, directory: Path) -> None:
+    """Writes the folder under another name, the manifest last, and renames it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    for name in _ARRAYS:
+        np.save(unfinished / f"{name}.npy", getattr(encoded, name))
+    manifest = {
+        "source_eos": encoded.source_eos,
+        "report": encoded.report and asdict(encoded.report),
+    }
+    (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    if directory.exists() and _load(directory) is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        unfinished.rename(directory)
+    except OSError:  # another process was quicker; its folder has the same content
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _load(directory: Path) -> EncodedPairs | None:
+    """The folder's arrays; None if it is missing, cut off or damaged."""
+    try:
+        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        arrays = {}
+        for name in _ARRAYS:
+            arrays[name] = np.load(directory / f"{name}.npy", mmap_mode="r")  # ValueError if it is cut off
+        report = manifest["report"]
+        return EncodedPairs(**arrays, source_eos=manifest["source_eos"], report=report and FilterReport(**report))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

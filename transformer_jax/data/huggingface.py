@@ -1,0 +1,82 @@
+"""Sentence pairs from a data set of the library `datasets`, by name or from disk. Rows stay memory-mapped."""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from transformer_jax.config import DataConfig
+from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence
+from transformer_jax.errors import UserError
+
+
+def read_huggingface(config: DataConfig, split: Split) -> Pairs:
+    """Rows with a column for each side, or with the column `translation` of WMT: {"en": "...", "de": "..."}.
+
+    Newlines in a sentence become spaces.
+
+    Raises:
+        UserError: the data set, split or column is missing (what there is, is listed), or a value is not text.
+    """
+    split_name = getattr(config, split)
+    rows = _from_disk(config, split, split_name) if config.directory else _by_name(config, split_name)
+    origin = f"{config.directory or config.name}{f'/{config.subset}' if config.subset else ''} ({split_name})"
+    names = [config.source_column or config.source_language, config.target_column or config.target_language]
+    source, target = (_column(rows, name, origin) for name in names)
+    return Pairs(source, target, origin)
+
+
+def _by_name(config: DataConfig, split_name: str) -> Any:
+    try:
+        return datasets.load_dataset(config.name, config.subset or None, split=split_name)
+    except Exception as error:  # the library raises a dozen kinds: no network, no such set, subset, split or file
+        raise UserError(
+            f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}: the data set cannot be "
+            f"loaded: {_first_line(error)}"
+        ) from error
+
+
+def _from_disk(config: DataConfig, split: Split, split_name: str) -> Any:
+    directory = Path(config.directory).expanduser()
+    try:
+        loaded = datasets.load_from_disk(str(directory))
+    except Exception as error:
+        raise UserError(
+            f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {_first_line(error)}"
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if split_name not in loaded:
+            raise UserError(
+                f"data.directory {str(directory)!r}: no split {split_name!r} (data.{split}) among {list(loaded)}"
+            )
+        return loaded[split_name]
+    if split != "train":
+        raise UserError(
+            f"data.directory {str(directory)!r} holds a data set without splits, which serves for training: "
+            f"set data.{split} to '', or save a DatasetDict with a split {split_name!r}"
+        )
+    return loaded
+
+
+def _column(rows: Any, name: str, origin: str) -> LazyColumn:
+    nested = rows.features.get("translation")
+    inner = list(getattr(nested, "languages", None) or (nested if isinstance(nested, dict) else ()))
+    if name not in rows.column_names and name not in inner:
+        raise UserError(
+            f"{origin}: no column {name!r} among {rows.column_names + inner}; "
+            "set data.source_column and data.target_column"
+        )
+    outer = name if name in rows.column_names else "translation"
+    table = rows.select_columns([outer]).with_format(None)
+
+    def fetch(start: int, stop: int) -> list[str]:
+        values = table[start:stop][outer]
+        if outer != name:
+            values = [(value or {}).get(name) for value in values]
+        return [clean_sentence(v, f"{origin}, row {row}, column {name!r}") for row, v in enumerate(values, start)]
+
+    return LazyColumn(fetch, len(table))
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,78 @@
+"""Grain makes batches ahead of the training step, in threads.
+
+The position in the data is one integer: the number of global batches consumed. Batch i is the same wherever one
+starts, so Grain's own state, which runs ahead, is never saved.
+"""
+
+from collections.abc import Iterator
+
+import grain
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.data.batching import BatchPlan, make_batch
+from transformer_jax.data.encoding import EncodedPairs
+from transformer_jax.types import Batch
+
+
+class BatchSource:
+    """Global batches start to stop - 1 as a random-access source: item i is global batch start + i.
+
+    With several processes, process p of n gets the p-th n-th of the rows of every batch.
+    """
+
+    def __init__(
+        self,
+        encoded: EncodedPairs,
+        plan: BatchPlan,
+        model: ModelConfig,
+        start: int,
+        stop: int,
+        row_multiple: int = 1,
+        process_index: int = 0,
+        process_count: int = 1,
+    ) -> None:
+        if row_multiple % process_count:
+            raise ValueError(f"row_multiple {row_multiple} is not a multiple of process_count {process_count}")
+        self._encoded, self._plan, self._model = encoded, plan, model
+        self._start, self._stop = start, stop
+        self._row_multiple, self._process_index, self._process_count = row_multiple, process_index, process_count
+
+    def __len__(self) -> int:
+        return max(0, self._stop - self._start)
+
+    def __getitem__(self, index: int) -> Batch:
+        shape, pairs = self._plan.rows(self._start + int(index))
+        batch = make_batch(self._encoded, pairs, shape, self._model, self._row_multiple)
+        rows = len(batch.src) // self._process_count
+        mine = slice(self._process_index * rows, (self._process_index + 1) * rows)
+        return Batch(*(array[mine] for array in batch))
+
+
+def batch_iterator(
+    encoded: EncodedPairs,
+    plan: BatchPlan,
+    model: ModelConfig,
+    start: int,
+    stop: int,
+    row_multiple: int = 1,
+    prefetch: int = 8,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+    """Global batches `start` to `stop - 1` in order, made up to `prefetch` ahead by two threads.
+
+    Args:
+        encoded: the training pairs.
+        plan: their order.
+        model: special ids, decoder start, source EOS.
+        start: global batches consumed already.
+        stop: global batches consumed at the end.
+        row_multiple: rows are rounded up to a multiple of it, with empty rows; a multiple of `process_count`.
+        prefetch: batches made ahead; 1 or more.
+        process_index, process_count: each process gets its equal, contiguous part of every batch's rows.
+    """
+    source = BatchSource(encoded, plan, model, start, stop, row_multiple, process_index, process_count)
+    if not len(source):
+        return iter(())
+    options = grain.ReadOptions(num_threads=min(2, prefetch), prefetch_buffer_size=prefetch)
+    return iter(grain.MapDataset.source(source).to_iter_dataset(options))

@@ -1,0 +1,204 @@
+"""From text to token ids and back: byte pairs, words, or text that is cut into pieces already.
+
+Ids 0 to 3 are `types.SPECIAL_TOKENS`. No text gives the id of a special token, except that words outside the
+vocabulary give `unk_id`: a sentence that contains "</s>" cannot end early.
+"""
+
+import json
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from transformer_jax.errors import UserError
+from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["bpe", "word", "presegmented"]
+
+_BYTES = 256
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. Encoding adds no special token; `batching.make_batch` does.
+
+    Attributes:
+        kind: bpe, word or presegmented.
+        vocab_size: number of ids, special ones included.
+        pad_id, bos_id, eos_id, unk_id: the special ids.
+    """
+
+    kind: Kind
+    vocab_size: int
+    pad_id: int = PAD_ID
+    bos_id: int = BOS_ID
+    eos_id: int = EOS_ID
+    unk_id: int = UNK_ID
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens."""
+
+    @abstractmethod
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each row of ids. PAD, BOS and EOS give nothing, as do ids that are not in the vocabulary."""
+
+    def plain(self, text: str) -> str:
+        """The text as `decode` would write it: a corpus's references, to be compared with translations."""
+        return text
+
+    @abstractmethod
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each id as the vocabulary spells it, for display."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """The whole tokenizer; the reverse is `tokenizer_from_json`."""
+
+    def _visible(self, row: Sequence[int]) -> list[int]:
+        hidden = {self.pad_id, self.bos_id, self.eos_id}
+        return [int(i) for i in row if 0 <= i < self.vocab_size and i not in hidden]
+
+
+class BytePairTokenizer(Tokenizer):
+    """Byte pair encoding over UTF-8 bytes: any text comes back as it was, and nothing is unknown.
+
+    Args:
+        library: the JSON of the library `tokenizers`, without added tokens: those would be found in text.
+    """
+
+    kind: Kind = "bpe"
+
+    def __init__(self, library: dict[str, Any]) -> None:
+        self._library = tokenizers.Tokenizer.from_str(json.dumps(library | {"added_tokens": []}))
+        self.vocab_size = self._library.get_vocab_size()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Bytes that are not UTF-8 give U+FFFD; `unk_id` gives nothing."""
+        visible = [[i for i in self._visible(row) if i != self.unk_id] for row in rows]
+        return self._library.decode_batch(visible, skip_special_tokens=False)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Each piece with its bytes as the letters of GPT-2's table: a space is \u0120."""
+        return [self._library.id_to_token(int(i)) or f"<{int(i)}>" for i in ids]
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": self.kind, "library": json.loads(self._library.to_str())}, ensure_ascii=False)
+
+
+class WordTokenizer(Tokenizer):
+    """Words between white space, joined by one space again; or pieces between spaces, "@@ " joins them again.
+
+    Args:
+        kind: word or presegmented.
+        vocabulary: the word of each id; the special tokens stand first.
+    """
+
+    def __init__(self, kind: Literal["word", "presegmented"], vocabulary: Sequence[str]) -> None:
+        self.kind = kind
+        self.vocab_size = len(vocabulary)
+        self._vocabulary = list(vocabulary)
+        special = len(SPECIAL_TOKENS)
+        self._ids = {word: i for i, word in enumerate(self._vocabulary[special:], special)}
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        get, unknown = self._ids.get, self.unk_id
+        return [[get(word, unknown) for word in _words(self.kind, text)] for text in texts]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """`unk_id` gives "<unk>": it stands for a word."""
+        return [self._join(self.tokens(self._visible(row))) for row in rows]
+
+    def plain(self, text: str) -> str:
+        return self._join(_words(self.kind, text))
+
+    def _join(self, words: Sequence[str]) -> str:
+        line = " ".join(words)
+        # The joints of subword-nmt: "wal@@ king" is "walking"; one at the end of a line joins nothing.
+        return re.sub("@@( |$)", "", line) if self.kind == "presegmented" else line
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return [self._vocabulary[i] if 0 <= i < self.vocab_size else f"<{int(i)}>" for i in ids]
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": self.kind, "vocabulary": self._vocabulary}, ensure_ascii=False)
+
+
+def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
+    """A tokenizer of at most `vocab_size` ids, special ones included; the same for the same texts.
+
+    Args:
+        kind: bpe, word or presegmented.
+        texts: the training sentences, of both sides if the vocabulary is joint.
+        vocab_size: the limit. The rarest words beyond it become unknown, of equally rare ones the last in the alphabet.
+        min_frequency: rarer words become unknown; rarer byte pairs are not merged.
+
+    Raises:
+        UserError: bpe with a vocabulary too small for the 256 bytes.
+    """
+    if kind == "bpe":
+        return _train_byte_pairs(texts, vocab_size, min_frequency)
+    counts = Counter(word for text in texts for word in _words(kind, text))
+    known = sorted((w for w, n in counts.items() if n >= min_frequency), key=lambda word: (-counts[word], word))
+    kept = known[: max(0, vocab_size - len(SPECIAL_TOKENS))]
+    if len(kept) < len(counts):
+        share = sum(counts[word] for word in kept) / counts.total()
+        logger.info(
+            "%d of %d different words kept (model.vocab_size %d, tokenizer.min_frequency %d): %.2f %% of the text; "
+            "the others are unknown",
+            *(len(kept), len(counts), vocab_size, min_frequency, 100 * share),
+        )
+    return WordTokenizer(kind, [*SPECIAL_TOKENS, *kept])
+
+
+def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
+    """The reverse of `Tokenizer.to_json`.
+
+    Raises:
+        UserError: the text is something else; `origin` is named.
+    """
+    try:
+        tree = json.loads(text)
+        if tree["kind"] == "bpe":
+            return BytePairTokenizer(tree["library"])
+        if tree["kind"] in ("word", "presegmented"):
+            return WordTokenizer(tree["kind"], tree["vocabulary"])
+    except Exception as error:  # the Rust library raises plain Exception
+        raise UserError(f"{origin}: not a tokenizer: {type(error).__name__}: {error}") from error
+    raise UserError(f"{origin}: unknown kind {tree['kind']!r}; legal: bpe, word, presegmented")
+
+
+def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
+    least = len(SPECIAL_TOKENS) + _BYTES
+    if vocab_size < least:
+        raise UserError(
+            f"model.vocab_size is {vocab_size}; byte pairs need at least {least}: "
+            f"{len(SPECIAL_TOKENS)} special tokens and {_BYTES} bytes"
+        )
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return BytePairTokenizer(json.loads(library.to_str()))
+
+
+def _words(kind: Kind, text: str) -> list[str]:
+    if kind == "word":
+        return text.split()
+    return [piece for piece in text.split(" ") if piece]  # other white space is part of a piece

@@ -1,0 +1,411 @@
+"""Greedy search and beam search (paper section 6.1) over a callback: no model is known here.
+
+The callback `step_fn(tokens, state) -> logits, state` reads the tokens just emitted (the start token first), one for
+each row, and answers with the logits of the next. Both searches are pure functions to be called under `jax.jit`. Their
+loop ends as soon as every sentence of the batch is done, and a sentence that is done changes no more: what comes out
+for it does not depend on the others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from transformer_jax.decoding import scoring
+from transformer_jax.decoding.scoring import LengthPenalty
+
+State = Any  # a pytree of arrays: the key-value cache of a model, say
+StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
+ReorderFn = Callable[[State, Int[Array, "rows"]], State]
+Stopping = Literal["paper", "huggingface", "ctranslate2"]
+
+
+class SearchResult(NamedTuple):
+    """Hypotheses of each sentence, best first."""
+
+    tokens: Int[Array, "b n l"]
+    """The start token left out, EOS included where the hypothesis came to one, PAD after it."""
+    scores: Float[Array, "b n"]
+    """What the hypotheses are ranked by: log-probability / length penalty. -inf: there is no such hypothesis."""
+    lengths: Int[Array, "b n"]
+    """Tokens that are not padding, EOS counted."""
+    log_probs: Float[Array, "b n"]
+    """log P(y | x), the sum over the tokens."""
+
+
+# ------------------------------------------------------------------------------------------------------ greedy search
+
+
+class _Greedy(NamedTuple):
+    """What the loop of `greedy_search` carries."""
+
+    step: Int[Array, ""]
+    tokens: Int[Array, "b l"]
+    last: Int[Array, "b"]
+    log_probs: Float[Array, "b"]
+    lengths: Int[Array, "b"]
+    done: Bool[Array, "b"]
+    state: State
+
+
+def greedy_search(
+    step_fn: StepFn,
+    state: State,
+    *,
+    max_lengths: Int[Array, "b"],
+    max_length: int,
+    start_id: int,
+    eos_id: int,
+    pad_id: int,
+    forbidden_ids: Sequence[int] = (),
+) -> SearchResult:
+    """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
+
+    Args:
+        step_fn: see the module. Rows are sentences.
+        state: what `step_fn` gets first; it must return a state of the same structure, shapes and dtypes.
+        max_lengths: most tokens for each sentence, EOS counted.
+        max_length: the same for all of them, a Python number: the width of the result.
+        start_id: the token read first.
+        eos_id: the token that ends a sentence.
+        pad_id: what follows it; never generated.
+        forbidden_ids: more tokens that are never generated.
+
+    Returns:
+        One hypothesis a sentence (n = 1); its score is its log-probability.
+    """
+    (b,) = max_lengths.shape
+    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
+    start = jnp.full((b,), start_id, jnp.int32)
+    dtype = _score_dtype(step_fn, start, state)
+
+    def advance(search: _Greedy) -> _Greedy:
+        logits, state = step_fn(search.last, search.state)
+        log_probs = token_log_probs(logits, pad_id, forbidden_ids)
+        best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+        best_log_prob = jnp.take_along_axis(log_probs, best[:, None], axis=-1)[:, 0]
+        stopped = search.done | (best_log_prob == -jnp.inf)  # the latter: every token is impossible
+        best = jnp.where(stopped, pad_id, best)
+        length = search.step + 1
+        return _Greedy(
+            step=length,
+            tokens=search.tokens.at[:, search.step].set(best),
+            last=best,
+            log_probs=jnp.where(search.done, search.log_probs, search.log_probs + best_log_prob),
+            lengths=jnp.where(stopped, search.lengths, length),
+            done=stopped | (best == eos_id) | (length >= limits),
+            state=state,
+        )
+
+    found = jax.lax.while_loop(
+        lambda search: ~jnp.all(search.done),
+        advance,
+        _Greedy(
+            step=jnp.zeros((), jnp.int32),
+            tokens=jnp.full((b, max_length), pad_id, jnp.int32),
+            last=start,
+            log_probs=jnp.zeros((b,), dtype),
+            lengths=jnp.zeros((b,), jnp.int32),
+            done=limits <= 0,
+            state=state,
+        ),
+    )
+    log_probs = found.log_probs[:, None]
+    return SearchResult(
+        tokens=found.tokens[:, None], scores=log_probs, lengths=found.lengths[:, None], log_probs=log_probs
+    )
+
+
+# ------------------------------------------------------------------------------------- where the stopping rules differ
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The numbers of a beam search that the stopping rules look at."""
+
+    beam_size: int
+    n_best: int
+    alpha: float
+    length_penalty: LengthPenalty
+    limits: Int[Array, "b"]
+
+    def penalty(self, lengths: Int[Array, "..."]) -> Float[Array, "..."]:
+        return scoring.length_penalty(self.length_penalty, lengths, self.alpha)
+
+    @property
+    def unpenalised(self) -> bool:
+        return self.length_penalty == "none" or self.alpha == 0
+
+
+class _Progress(NamedTuple):
+    """What is known of each sentence after a step."""
+
+    live: SearchResult
+    """The k best hypotheses that go on, best first."""
+    finished: SearchResult
+    """The k best that ended, best first; a score of -inf is a free place."""
+    num_finished: Int[Array, "b"]
+    """How many ended so far, kept or not."""
+    top_finished: Bool[Array, "b"]
+    """Whether the best continuation of some step was an end."""
+
+
+def _paper_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
+    """No live hypothesis can still enter the n best.
+
+    Log-probabilities only fall, so its score is at most log-probability / penalty with the largest penalty ahead: the
+    one at the limit, or, for a negative alpha, at the next token. What merely ties with the n-th best comes after it.
+    """
+    penalty = jnp.maximum(setting.penalty(length + 1), setting.penalty(setting.limits))
+    return progress.finished.scores[:, setting.n_best - 1] >= _divide(progress.live.log_probs[:, 0], penalty)
+
+
+def _huggingface_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
+    """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them.
+
+    A heuristic: with a penalty that grows with the length a live hypothesis may well get better later.
+    """
+    worst = progress.finished.scores[:, -1]
+    return (worst > -jnp.inf) & (worst >= _divide(progress.live.log_probs[:, 0], setting.penalty(length)))
+
+
+def _ctranslate2_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
+    """k have finished, however they score. With no penalty: n have, and the best continuation of a step was an end."""
+    if setting.unpenalised:
+        return progress.top_finished & (progress.num_finished >= setting.n_best)
+    return progress.num_finished >= setting.beam_size
+
+
+class _Rule(NamedTuple):
+    """A stopping rule: when a sentence is done, and the small habits of the software it is named after."""
+
+    is_done: Callable[[_Progress, Int[Array, ""], _Setting], Bool[Array, "b"]]
+    only_best_k: bool
+    """An end counts only among the k best continuations of a step, not among all 2k that are looked at."""
+    ends_at_limit: bool
+    """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
+    renormalise: bool
+    """The forbidden ids leave the softmax, rather than being struck out after it."""
+
+
+_RULES: dict[Stopping, _Rule] = {
+    "paper": _Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False),
+    "huggingface": _Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False),
+    "ctranslate2": _Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True),
+}
+
+
+# -------------------------------------------------------------------------------------------------------- beam search
+
+
+class _Beam(NamedTuple):
+    """What the loop of `beam_search` carries."""
+
+    step: Int[Array, ""]
+    last: Int[Array, "b*k"]
+    progress: _Progress
+    done: Bool[Array, "b"]
+    state: State
+
+
+def reorder_rows(state: State, rows: Int[Array, "rows"]) -> State:
+    """Row i of every array becomes what row `rows[i]` was; scalars (a position, say) stay as they are."""
+    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0) if jnp.ndim(leaf) else leaf, state)
+
+
+def beam_search(
+    step_fn: StepFn,
+    state: State,
+    reorder_fn: ReorderFn = reorder_rows,
+    *,
+    beam_size: int,
+    max_lengths: Int[Array, "b"],
+    max_length: int,
+    start_id: int,
+    eos_id: int,
+    pad_id: int,
+    alpha: float = 0.6,
+    length_penalty: LengthPenalty = "gnmt",
+    stopping: Stopping = "paper",
+    n_best: int = 1,
+    forbidden_ids: Sequence[int] = (),
+) -> SearchResult:
+    """The hypotheses of the highest log P(y | x) / penalty(length) that a beam of k finds, k = `beam_size`.
+
+    At each step the 2k best continuations of the k live hypotheses are looked at: a live one has one continuation that
+    ends, so at least k of them go on. Of equal ones the lower beam comes first, then the lower id.
+
+    The paper says "terminating early when possible"; what that is, and which ends count, is `stopping`:
+
+        paper         until no live hypothesis can enter the n best: the result is that of never stopping early. Ends
+                      count among all 2k. If fewer than n ended by the limit, the best live ones follow, without EOS.
+        huggingface   `generate(early_stopping=False)`: until k ended and the best live hypothesis, scored at the length
+                      it has now, is no better than the worst of them.
+        ctranslate2   `translate_batch`, patience 1: until k ended; with no penalty until n ended and the best
+                      continuation of a step was an end. Forbidden ids (PAD only if named there) leave the softmax.
+        Both:         ends count among the k best continuations; at the limit these count as ended whatever they are.
+
+    Args:
+        step_fn: see the module. Rows are b * k: row i is beam i % k of sentence i // k.
+        state: what `step_fn` gets first, for b * k rows; it must return one of the same structure, shapes and dtypes.
+        reorder_fn: gives each row of the state the state of another row, always of the same sentence: what all beams
+            of a sentence have in common may be left alone.
+        beam_size: k.
+        max_lengths: most tokens for each sentence, EOS counted (the paper: those of the source plus 50).
+        max_length: the same for all of them, a Python number: the width of the result.
+        start_id: the token read first.
+        eos_id: the token that ends a hypothesis.
+        pad_id: what follows it; never generated.
+        alpha: exponent of the length penalty.
+        length_penalty: which penalty.
+        stopping: which rule.
+        n_best: n: how many hypotheses to return, at most k.
+        forbidden_ids: more tokens that are never generated.
+
+    Returns:
+        n hypotheses a sentence.
+    """
+    if not 1 <= n_best <= beam_size:
+        raise ValueError(f"n_best is {n_best} and beam_size {beam_size}; n_best must be from 1 to beam_size")
+    if stopping not in _RULES:
+        raise ValueError(f"stopping is {stopping!r}; it must be one of {', '.join(_RULES)}")
+    rule = _RULES[stopping]
+    (b,), k = max_lengths.shape, beam_size
+    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
+    setting = _Setting(beam_size, n_best, alpha, length_penalty, limits)
+    start = jnp.full((b * k,), start_id, jnp.int32)
+    dtype = _score_dtype(step_fn, start, state)
+
+    def advance(search: _Beam) -> _Beam:
+        live, finished, num_finished, top_finished = search.progress
+        length = search.step + 1
+
+        # The 2k best continuations, best first.
+        logits, state = step_fn(search.last, search.state)
+        v = logits.shape[-1]
+        next_log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=rule.renormalise)
+        log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, v)
+        log_probs, flat = jax.lax.top_k(log_probs.reshape(b, k * v), 2 * k)
+        parents, tokens = flat // v, (flat % v).astype(jnp.int32)
+        candidates = SearchResult(
+            tokens=_take(live, parents).tokens.at[:, :, search.step].set(tokens),
+            scores=_divide(log_probs, setting.penalty(length)),
+            lengths=jnp.full_like(tokens, length),
+            log_probs=log_probs,
+        )
+
+        # Those that end join the finished ones, of which the k best stay.
+        at_limit = length >= limits
+        ends = tokens == eos_id
+        finishes = ends | at_limit[:, None] if rule.ends_at_limit else ends
+        if rule.only_best_k:
+            finishes &= (jnp.arange(2 * k) < k)[None]
+        finishes &= log_probs > -jnp.inf
+        offered = candidates._replace(scores=jnp.where(finishes, candidates.scores, -jnp.inf))
+        finished = _best(_concatenate(finished, offered), k)
+
+        # The k best of the others live on.
+        live_log_probs, chosen = jax.lax.top_k(jnp.where(ends | finishes, -jnp.inf, log_probs), k)
+        live = _take(candidates, chosen)._replace(log_probs=live_log_probs)
+        live = live._replace(scores=_divide(live_log_probs, setting.penalty(length)))
+
+        progress = _Progress(
+            live, finished, num_finished + jnp.sum(finishes, axis=1, dtype=jnp.int32), top_finished | finishes[:, 0]
+        )
+        done = rule.is_done(progress, length, setting) | at_limit | (live_log_probs[:, 0] == -jnp.inf)
+        rows = jnp.arange(b)[:, None] * k + jnp.take_along_axis(parents, chosen, axis=1)
+        return _Beam(
+            step=length,
+            last=jnp.take_along_axis(tokens, chosen, axis=1).reshape(b * k),
+            progress=jax.tree.map(lambda old, new: _where(search.done, old, new), search.progress, progress),
+            done=search.done | done,
+            state=reorder_fn(state, rows.reshape(b * k)),
+        )
+
+    nothing = SearchResult(
+        tokens=jnp.full((b, k, max_length), pad_id, jnp.int32),
+        scores=jnp.full((b, k), -jnp.inf, dtype),
+        lengths=jnp.zeros((b, k), jnp.int32),
+        log_probs=jnp.full((b, k), -jnp.inf, dtype),
+    )
+    # The k beams begin alike, so only the first may be continued: a step would find everything k times.
+    first = nothing._replace(scores=nothing.scores.at[:, 0].set(0), log_probs=nothing.log_probs.at[:, 0].set(0))
+    found = jax.lax.while_loop(
+        lambda search: ~jnp.all(search.done),
+        advance,
+        _Beam(
+            step=jnp.zeros((), jnp.int32),
+            last=start,
+            progress=_Progress(first, nothing, jnp.zeros((b,), jnp.int32), jnp.zeros((b,), bool)),
+            done=limits <= 0,
+            state=state,
+        ),
+    )
+
+    # The finished ones, then the live ones if places are left; places that stay empty hold padding.
+    live, finished, _, _ = found.progress
+    num_kept = jnp.sum(finished.scores > -jnp.inf, axis=1)[:, None]
+    place = jnp.arange(n_best)[None]
+    result = _take(_concatenate(finished, live), jnp.where(place < num_kept, place, k + place - num_kept))
+    return jax.tree.map(
+        lambda empty, full: _where(result.scores == -jnp.inf, empty, full), _take(nothing, place), result
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- shared pieces
+
+
+def token_log_probs(
+    logits: Float[Array, "rows v"], pad_id: int, forbidden_ids: Sequence[int] = (), *, renormalise: bool = False
+) -> Float[Array, "rows v"]:
+    """log softmax in at least float32, with -inf for PAD and the forbidden ids. A row of -inf stays one, without NaN.
+
+    `renormalise`: the forbidden ids leave the softmax (PAD does not), rather than being struck out after it.
+    """
+    forbidden = np.zeros((1, logits.shape[-1]), bool)
+    forbidden[:, list(forbidden_ids)] = True
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    allowed = jnp.where(forbidden, -jnp.inf, logits)
+    log_probs = jax.nn.log_softmax(allowed if renormalise else logits, axis=-1)
+    impossible = (allowed == -jnp.inf) | (np.arange(logits.shape[-1]) == pad_id)[None]
+    return jnp.where(impossible, -jnp.inf, log_probs)
+
+
+def _score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> jnp.dtype:
+    """The dtype of the log-probabilities, found without computing anything."""
+    logits, _ = jax.eval_shape(step_fn, tokens, state)
+    return jnp.promote_types(logits.dtype, jnp.float32)
+
+
+def _divide(log_probs: Float[Array, "..."], penalty: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The quotient in the dtype of the log-probabilities."""
+    return log_probs / penalty.astype(log_probs.dtype)
+
+
+def _take(hypotheses: SearchResult, places: Int[Array, "#b n"]) -> SearchResult:
+    """The hypotheses at these places of each sentence."""
+
+    def take(leaf: Array) -> Array:
+        index = jnp.broadcast_to(places, (leaf.shape[0], places.shape[-1]))
+        return jnp.take_along_axis(leaf, index.reshape(index.shape + (1,) * (leaf.ndim - 2)), axis=1)
+
+    return jax.tree.map(take, hypotheses)
+
+
+def _concatenate(first: SearchResult, second: SearchResult) -> SearchResult:
+    """Both lists, one after the other."""
+    return jax.tree.map(lambda one, other: jnp.concatenate([one, other], axis=1), first, second)
+
+
+def _best(hypotheses: SearchResult, n: int) -> SearchResult:
+    """The n best, best first; of equal ones the earlier."""
+    return _take(hypotheses, jax.lax.top_k(hypotheses.scores, n)[1])
+
+
+def _where(condition: Bool[Array, "..."], yes: Array, no: Array) -> Array:
+    """`jnp.where` with a condition on the leading axes."""
+    return jnp.where(condition.reshape(condition.shape + (1,) * (yes.ndim - condition.ndim)), yes, no)

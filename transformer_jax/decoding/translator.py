@@ -1,0 +1,237 @@
+"""Text in, text out: a trained run as a function on lists of sentences."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.decoding.search import SearchResult, beam_search, greedy_search
+from transformer_jax.errors import UserError
+from transformer_jax.model.masks import padding_mask
+from transformer_jax.model.transformer import Cache, Transformer
+from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.types import Params
+
+
+class Hypothesis(NamedTuple):
+    """One translation of a sentence."""
+
+    text: str
+    score: float
+    """What hypotheses are ranked by: log-probability / length penalty."""
+    log_prob: float
+    """log P(target | source), in nats."""
+    num_tokens: int
+    """Tokens, EOS counted."""
+
+
+class Translator:
+    """Translates with the parameters, the tokenizers and the decoding settings of a run.
+
+    >>> translator = Translator.load("runs/numbers")                          # doctest: +SKIP
+    >>> translator.translate(["twenty-one", ""])                              # doctest: +SKIP
+    ['einundzwanzig', '']
+    """
+
+    def __init__(self, config: Config, params: Params, tokenizers: TokenizerPair) -> None:
+        """Takes what `load` reads.
+
+        Raises:
+            UserError: the tokenizers do not fit the model.
+        """
+        tokenizers.check_fits(config.model)
+        self.config, self.params, self.tokenizers = config, params, tokenizers
+        self._model = Transformer(config.model)
+
+    @classmethod
+    def load(cls, run: str | Path, **decoding: Any) -> "Translator":
+        """From a run folder. Keyword arguments replace fields of its `decoding` section: `beam_size=1`.
+
+        Raises:
+            UserError: no such run, checkpoint or field.
+        """
+        folder = RunFolder(Path(run))
+        config = folder.load_config()
+        unknown = set(decoding) - {item.name for item in dataclasses.fields(DecodingConfig)}
+        if unknown:
+            raise UserError(f"DecodingConfig has no field {', '.join(sorted(unknown))}")
+        config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
+        checkpoint = resolve_checkpoint(folder, config.decoding.checkpoint, config.training.best_by)
+        return cls(config, load_params(checkpoint, config.model), TokenizerPair.load(folder.tokenizer))
+
+    def translate(self, texts: Sequence[str]) -> list[str]:
+        """The best translation of each text, in the order of the texts; an empty line stays empty."""
+        return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1)]
+
+    def translate_n_best(self, texts: Sequence[str], n_best: int) -> list[list[Hypothesis]]:
+        """The best translations of each text, best first: `n_best` of them where the search found so many.
+
+        Raises:
+            UserError: n_best is more than the beam.
+        """
+        beam_size = self.config.decoding.beam_size
+        if not 1 <= n_best <= beam_size:
+            raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
+        model, rows = self.config.model, self._encode(texts)
+        results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
+        forbidden_ids = tuple(range(self.tokenizers.target.vocab_size, model.vocab_size))
+        for indices, src in _batches(rows, self.config.decoding.batch_tokens, model.pad_id):
+            lengths = np.zeros(len(src), np.int32)
+            lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
+            room = self._target_room()
+            limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
+            found = jax.device_get(
+                search(
+                    self.params,
+                    src,
+                    limits.astype(np.int32),
+                    model=self._model,
+                    decoding=self.config.decoding,
+                    max_length=int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_extra, room)),
+                    n_best=n_best,
+                    forbidden_ids=forbidden_ids,
+                )
+            )
+            for row, index in enumerate(indices):
+                results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+        return results
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids with EOS where the model's source has it; nothing at all for an empty line."""
+        model, decoding = self.config.model, self.config.decoding
+        longest = decoding.max_source
+        if model.positions == "learned":
+            longest = min(longest, model.max_length - model.position_offset)
+        end = [model.eos_id] if model.source_eos else []
+        encoded = self.tokenizers.source.encode([text if text.strip() else "" for text in texts])
+        for line, ids in enumerate(encoded):
+            if len(ids) + len(end) > longest:
+                warnings.warn(
+                    f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} "
+                    "(decoding.max_source)",
+                    stacklevel=4,
+                )
+        return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]
+
+    def _target_room(self) -> int:
+        model = self.config.model
+        return model.max_length - model.position_offset if model.positions == "learned" else 1 << 30
+
+    def _hypotheses(self, found: SearchResult) -> list[Hypothesis]:
+        """The hypotheses of one sentence, as text."""
+        places = [place for place in range(len(found.scores)) if np.isfinite(found.scores[place])] or [0]
+        ids = [found.tokens[place, : found.lengths[place]].tolist() for place in places]
+        texts = self.tokenizers.target.decode(ids)
+        return [
+            # A line break in a translation would be taken for two lines.
+            Hypothesis(
+                " ".join(text.split("\n")),
+                float(found.scores[place]),
+                float(found.log_probs[place]),
+                int(found.lengths[place]),
+            )
+            for place, text in zip(places, texts, strict=True)
+        ]
+
+
+@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids"))
+def search(
+    params: Params,
+    src: Int[Array, "b s"],
+    limits: Int[Array, "b"],
+    *,
+    model: Transformer,
+    decoding: DecodingConfig,
+    max_length: int,
+    n_best: int = 1,
+    forbidden_ids: tuple[int, ...] = (),
+) -> SearchResult:
+    """Encodes once, then greedy search (beam_size 1) or beam search with a key-value cache.
+
+    Args:
+        params: the model's parameters.
+        src: source token ids.
+        limits: most tokens of each output, EOS counted; 0 for a row that is only padding.
+        model: the model.
+        decoding: beam, penalty and stopping rule.
+        max_length: the largest limit possible: the width of the result.
+        n_best: hypotheses wanted for each row.
+        forbidden_ids: ids that are never generated, besides padding.
+    """
+    config = model.config
+    src_mask = padding_mask(src, config.pad_id)
+    memory = model.apply({"params": params}, src, src_mask=src_mask, method="encode")
+
+    def step_fn(tokens: Int[Array, "rows"], cache: Cache) -> tuple[Array, Cache]:
+        return model.apply({"params": params}, tokens, cache, method="decode_step")
+
+    def reorder(cache: Cache, rows: Int[Array, "rows"]) -> Cache:
+        # Only what was decoded moves: the beams of a sentence share its source.
+        return cache._replace(past=jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), cache.past))
+
+    ids = {"start_id": config.start_id, "eos_id": config.eos_id, "pad_id": config.pad_id}
+    beam_size = decoding.beam_size
+    if beam_size > 1:
+        memory, src_mask = (jnp.repeat(leaf, beam_size, axis=0) for leaf in (memory, src_mask))
+    cache = model.apply({"params": params}, memory, src_mask, max_length, method="init_cache")
+    if beam_size == 1:
+        return greedy_search(
+            step_fn, cache, max_lengths=limits, max_length=max_length, forbidden_ids=forbidden_ids, **ids
+        )
+    return beam_search(
+        step_fn,
+        cache,
+        reorder,
+        beam_size=beam_size,
+        max_lengths=limits,
+        max_length=max_length,
+        alpha=decoding.alpha,
+        length_penalty=decoding.length_penalty,
+        stopping=decoding.stopping,
+        n_best=n_best,
+        forbidden_ids=forbidden_ids,
+        **ids,
+    )
+
+
+def padded_length(length: int) -> int:
+    """The few lengths that sources are padded to: steps of 8 up to 64, then about a fifth more each time.
+
+    >>> [padded_length(n) for n in (1, 8, 9, 64, 65, 200)]
+    [8, 8, 16, 64, 80, 224]
+    """
+    if length <= 64:
+        return -(-length // 8) * 8
+    step = 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
+def _batches(rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int) -> Iterator[tuple[list[int], np.ndarray]]:
+    """(which rows, their ids padded), longest first; one shape for each padded length, empty rows left out."""
+    groups: dict[int, list[int]] = {}
+    for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index)):
+        if rows[index]:
+            groups.setdefault(padded_length(len(rows[index])), []).append(index)
+    for length, indices in groups.items():
+        # A power of two, so that small inputs share shapes too.
+        size = min(_power_of_two(len(indices)), max(1, batch_tokens // length))
+        for start in range(0, len(indices), size):
+            chosen = indices[start : start + size]
+            src = np.full((size, length), pad_id, np.int32)
+            for row, index in enumerate(chosen):
+                src[row, : len(rows[index])] = rows[index]
+            yield chosen, src
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,136 @@
+"""Loss, perplexity and translation scores of parameters on sentence pairs."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from transformer_jax.config import Config
+from transformer_jax.data.batching import choose_shapes, eval_batches
+from transformer_jax.data.encoding import EncodedPairs, encode_pairs
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.evaluation.scores import CorpusScores, score_corpus, tokenization_of
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.loop import Evaluation
+from transformer_jax.training.sharding import put_batch, row_multiple
+from transformer_jax.training.step import eval_step
+from transformer_jax.types import Batch, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """All that `evaluate` says of a run on a corpus."""
+
+    scores: CorpusScores
+    loss: float
+    """Mean negative log-likelihood of a target token, EOS counted, in nats, without label smoothing."""
+    perplexity: float
+    """exp(loss): per token of this tokenizer, not comparable with another's."""
+    sentences_per_second: float
+    tokens_per_second: float
+    """Target tokens generated, EOS counted, in a second of translating, compilation included."""
+    translations: list[str]
+
+
+_eval_step = partial(jax.jit, static_argnames="model")(eval_step)
+
+
+def corpus_loss(params: Params, batches: Iterable[Batch], model: Transformer, mesh: Mesh | None = None) -> float:
+    """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64."""
+    loss_sum, num_tokens = 0.0, 0
+    for batch in batches:
+        sums = jax.device_get(_eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model))
+        loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
+    return loss_sum / max(num_tokens, 1)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def reference_texts(pairs: Pairs, tokenizers: TokenizerPair, config: Config) -> list[str]:
+    """The references as the translations are written: pieces of words joined where the corpus comes in pieces."""
+    return [tokenizers.target.plain(text) for text in pairs.target]
+
+
+def evaluate_pairs(
+    translator: Translator, pairs: Pairs, *, tokenize: str | None = None, lowercase: bool = False
+) -> Report:
+    """Translates the sources, scores against the targets, and computes the loss of the targets.
+
+    Args:
+        translator: the run.
+        pairs: sources and references.
+        tokenize: sacreBLEU's tokenisation; None: as `tokenization_of` says.
+        lowercase: score without case.
+    """
+    config, tokenizers = translator.config, translator.tokenizers
+    encoded = encode_pairs(pairs, tokenizers, config.model)
+    loss = corpus_loss(translator.params, _batches(encoded, config), Transformer(config.model))
+    start = time.monotonic()
+    hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1)]
+    seconds = time.monotonic() - start
+    translations = [hypothesis.text for hypothesis in hypotheses]
+    references = reference_texts(pairs, tokenizers, config)
+    return Report(
+        scores=score_corpus(translations, references, tokenize or tokenization_of(config), lowercase),
+        loss=loss,
+        perplexity=perplexity(loss),
+        sentences_per_second=len(translations) / seconds,
+        tokens_per_second=sum(hypothesis.num_tokens for hypothesis in hypotheses) / seconds,
+        translations=translations,
+    )
+
+
+class Validation:
+    """The training loop's `evaluate`: loss on the validation split, BLEU and samples on its first sentences."""
+
+    def __init__(self, config: Config, pairs: Pairs, encoded: EncodedPairs, tokenizers: TokenizerPair, mesh: Mesh):
+        training = config.training
+        self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
+        self._model = Transformer(config.model)
+        self._batches = list(_batches(encoded, config, row_multiple(mesh)))
+        # Spread over the split, which may be sorted.
+        count = min(max(training.valid_sentences, training.num_samples), len(pairs))
+        chosen = np.linspace(0, len(pairs) - 1, count).astype(int)
+        self._sources = [pairs.source[index] for index in chosen]
+        references = reference_texts(pairs, tokenizers, config)
+        self._references = [references[index] for index in chosen]
+
+    def __call__(self, params: Params, step: int) -> Evaluation:
+        """Figures and samples of these parameters."""
+        loss = corpus_loss(params, self._batches, self._model, self._mesh)
+        figures = {"valid_loss": loss, "valid_perplexity": perplexity(loss)}
+        translations: Sequence[str] = []
+        if self._sources:
+            translations = Translator(self._config, params, self._tokenizers).translate(self._sources)
+        if self._config.training.valid_sentences:
+            scores = score_corpus(translations, self._references, tokenization_of(self._config))
+            figures |= {
+                "valid_bleu": scores.bleu,
+                "valid_chrf": scores.chrf,
+                "valid_exact_match": scores.exact_match,
+            }
+        samples = [
+            {"source": source, "reference": reference, "translation": translation}
+            for source, reference, translation in zip(self._sources, self._references, translations, strict=True)
+        ]
+        # Others each time: the same few sentences would say less.
+        first = step // self._config.training.validate_every * self._config.training.num_samples
+        shown = [samples[(first + i) % len(samples)] for i in range(self._config.training.num_samples) if samples]
+        return Evaluation(figures, shown)
+
+
+def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1) -> Iterable[Batch]:
+    """Evaluation needs no gradients: a few shapes and a budget that stays small where training's is large."""
+    budget = min(config.data.batch_tokens, 8192)
+    shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
+    return eval_batches(encoded, shapes, budget, config.model, multiple)

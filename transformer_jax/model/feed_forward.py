@@ -1,0 +1,40 @@
+"""The position-wise feed-forward network (paper section 3.3)."""
+
+from typing import Literal
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float
+
+from transformer_jax.model.initializers import xavier_uniform
+
+Activation = Literal["relu", "gelu", "swish"]
+
+
+def activate(x: Float[Array, "..."], activation: Activation) -> Float[Array, "..."]:
+    """relu: max(0, x), the paper. gelu: x Phi(x), exactly. swish: x sigmoid(x)."""
+    if activation == "gelu":
+        return jax.nn.gelu(x, approximate=False)
+    return jax.nn.relu(x) if activation == "relu" else jax.nn.swish(x)
+
+
+class FeedForward(nn.Module):
+    """max(0, x W_1 + b_1) W_2 + b_2   (paper eq. 2); W_1, b_1 are `inner`, W_2, b_2 are `outer`."""
+
+    d_model: int
+    d_ff: int
+    activation: Activation = "relu"
+    dropout_rate: float = 0.0
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    def setup(self) -> None:
+        init = xavier_uniform(self.d_model, self.d_ff)  # the same for both: fans swapped
+        self.inner = nn.Dense(self.d_ff, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
+        self.outer = nn.Dense(self.d_model, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
+        self.dropout = nn.Dropout(self.dropout_rate)
+
+    def __call__(self, x: Float[Array, "b t d_model"], *, deterministic: bool = True) -> Float[Array, "b t d_model"]:
+        """The same function at each position."""
+        hidden = activate(self.inner(x), self.activation)
+        return self.outer(self.dropout(hidden, deterministic=deterministic))

@@ -1,0 +1,34 @@
+"""Who may attend to whom (paper section 3.2.3). True = may attend; masks broadcast to `b h t s`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def padding_mask(tokens: Int[Array, "b s"], pad_id: int) -> Bool[Array, "b 1 1 s"]:
+    """Every query may attend to every key that is not padding.
+
+    padding_mask([[5, 6, PAD]], PAD)[0, 0] is  1 1 0
+    """
+    return (tokens != pad_id)[:, None, None, :]
+
+
+def causal_mask(length: int) -> Bool[Array, "1 1 t t"]:
+    """A position may attend to itself and to what stands before it (row = query, column = key).
+
+    causal_mask(3)[0, 0] is  1 0 0
+                             1 1 0
+                             1 1 1
+    """
+    return jnp.tril(jnp.ones((length, length), dtype=bool))[None, None]
+
+
+def target_mask(tgt_in: Int[Array, "b t"], pad_id: int) -> Bool[Array, "b 1 t t"]:
+    """Causal, and padding is hidden; but the first key is the start token, even where its id is that of the padding.
+
+    target_mask([[BOS, 5, PAD]], PAD)[0, 0] is  1 0 0
+                                                1 1 0
+                                                1 1 0
+    """
+    length = tgt_in.shape[1]
+    is_start = (jnp.arange(length) == 0)[None, None, None, :]
+    return causal_mask(length) & (padding_mask(tgt_in, pad_id) | is_start)

@@ -1,0 +1,67 @@
+"""Positional encoding (paper section 3.5)."""
+
+from typing import Literal
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax.nn.initializers import normal
+from jaxtyping import Array, Float
+
+from transformer_jax.errors import UserError
+
+
+def sinusoids(
+    length: int,
+    d_model: int,
+    layout: Literal["interleaved", "halves"] = "interleaved",
+    exponent: Literal["paper", "tensor2tensor"] = "paper",
+    offset: int = 0,
+) -> Float[np.ndarray, "{length} {d_model}"]:
+    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, pos counted from `offset`.
+
+    Args:
+        length: rows of the table.
+        d_model: columns; even.
+        layout: `halves` puts all sines first, then all cosines (tensor2tensor, fairseq, Marian).
+        exponent: `tensor2tensor` has i / (d_model / 2 - 1) for 2i / d_model (tensor2tensor, fairseq).
+        offset: number of the first position.
+
+    Returns:
+        The table in float64, made by NumPy: it is a constant of the compiled program.
+
+    >>> sinusoids(2, 4).round(3).tolist()
+    [[0.0, 1.0, 0.0, 1.0], [0.841, 0.54, 0.01, 1.0]]
+    """
+    i = np.arange(d_model // 2)
+    powers = 2 * i / d_model if exponent == "paper" else i / (d_model // 2 - 1)
+    angles = np.arange(offset, offset + length)[:, None] / 10000.0 ** powers[None, :]
+    pairs = np.stack([np.sin(angles), np.cos(angles)], axis=2 if layout == "interleaved" else 1)
+    return pairs.reshape(length, d_model)
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position (paper Table 3, row E)."""
+
+    max_length: int
+    d_model: int
+    offset: int = 0
+    param_dtype: str = "float32"
+
+    def setup(self) -> None:
+        self.table = self.param(
+            "table", normal(self.d_model**-0.5), (self.max_length, self.d_model), jnp.dtype(self.param_dtype)
+        )
+
+    def __call__(self, length: int) -> Float[Array, "t d_model"]:
+        """The first `length` positions.
+
+        Raises:
+            UserError: the table has fewer rows.
+        """
+        if length + self.offset > self.max_length:
+            raise UserError(
+                f"a sequence of {length} tokens (plus position_offset {self.offset}) is longer than the learned "
+                f"position table of model.max_length {self.max_length} rows"
+            )
+        return self.table[self.offset : self.offset + length]

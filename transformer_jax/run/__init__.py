@@ -1,0 +1,1 @@
+"""The run: one folder with all that later commands need."""

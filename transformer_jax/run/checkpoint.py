@@ -1,0 +1,172 @@
+"""Checkpoints: the only file that knows Orbax."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import abstract_params
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.types import Params
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax comments on every step of a save and a restore
+
+
+class Checkpoints:
+    """The checkpoints of a run, written in the background: `checkpoints/STEP/`.
+
+    A step's folder gets its name when it is whole, so one cut short is no checkpoint. The last `keep` are kept, and the
+    one that is best by the metric `best_by`.
+    """
+
+    def __init__(self, run: RunFolder, keep: int = 5, best_by: str = "valid_loss") -> None:
+        policy = checkpoint_managers.AnyPreservationPolicy(
+            [
+                checkpoint_managers.LatestN(keep),
+                checkpoint_managers.BestN(
+                    get_metric_fn=lambda metrics: _goodness(metrics, best_by),
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                ),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy,
+            best_fn=lambda metrics: _goodness(metrics, best_by),  # without it metrics are not written
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=True,
+        )
+        self._manager = ocp.CheckpointManager(run.checkpoints.absolute(), options=options)
+
+    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
+        """Starts to write `state`; it is whole after `wait` or the next call. A step that is there already stays."""
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)), metrics=dict(metrics or {}))
+
+    def wait(self) -> None:
+        """Until all that was started is written."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits and lets go of the threads."""
+        self._manager.close()
+
+    def latest_step(self) -> int | None:
+        """The last whole checkpoint."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """The state as it was saved, on the devices and in the shardings that `abstract_state` says."""
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        )
+        return restored["state"]
+
+
+def _goodness(metrics: Any, best_by: str) -> float:
+    value = metrics.get(best_by)
+    if value is None:
+        return float("-inf")
+    return value if best_by == "valid_bleu" else -value
+
+
+def checkpoint_steps(run: RunFolder) -> list[int]:
+    """The steps of the whole checkpoints, ascending."""
+    if not run.checkpoints.is_dir():
+        return []
+    return sorted(int(path.name) for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
+
+
+def resolve_checkpoint(run: RunFolder, which: str, best_by: str = "valid_loss") -> Path:
+    """The folder of the checkpoint named `last`, `best`, `average` or by its step.
+
+    Raises:
+        UserError: there is none; those that there are, are named.
+    """
+    if which == "average":
+        if not (run.average / "state").is_dir():
+            raise UserError(f"{run.path} has no averaged checkpoint: make one with `average {run.path} --last 5`")
+        return run.average
+    steps = checkpoint_steps(run)
+    if not steps:
+        raise UserError(f"{run.path} has no checkpoint yet (nothing in {run.checkpoints})")
+    if which == "last":
+        return run.checkpoints / str(steps[-1])
+    if which == "best":
+        return run.checkpoints / str(_best_step(run, steps, best_by))
+    if which.isdecimal() and int(which) in steps:
+        return run.checkpoints / str(int(which))
+    raise UserError(
+        f"{run.path} has no checkpoint {which!r}; there are last, best, average and the steps "
+        + ", ".join(map(str, steps))
+    )
+
+
+def _best_step(run: RunFolder, steps: list[int], best_by: str) -> int:
+    files = {step: run.checkpoints / str(step) / "metrics" / "metrics" for step in steps}
+    scores = {step: _goodness(json.loads(file.read_text()), best_by) for step, file in files.items() if file.is_file()}
+    scores = {step: score for step, score in scores.items() if score > float("-inf")}
+    if not scores:
+        raise UserError(f"{run.path} has no best checkpoint: no checkpoint there has a {best_by}; use 'last'")
+    return max(scores, key=lambda step: (scores[step], step))
+
+
+def load_params(checkpoint: Path, config: ModelConfig) -> Params:
+    """The parameters alone of a checkpoint's folder, as arrays on the default device.
+
+    Raises:
+        UserError: they are not those of the model that the run's configuration describes.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    target = {
+        "params": jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(config)
+        )
+    }
+    folder = (checkpoint / "state").absolute()
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            # Asked first, because a restore into other shapes fails late and in many words.
+            stored = checkpointer.metadata(folder).item_metadata.tree
+            _check_shapes(stored["params"], target["params"], checkpoint)
+            args = ocp.args.PyTreeRestore(
+                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+            )
+            return checkpointer.restore(folder, args=args)["params"]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"cannot read the checkpoint {checkpoint}: {first_line(error)}") from error
+
+
+def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
+    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+        leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
+        return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+
+    have, want = shapes(stored), shapes(expected)
+    problems = [f"{name} is missing" for name in want if name not in have]
+    problems += [f"{name} is not part of the model" for name in have if name not in want]
+    problems += [f"{name} has shape {have[name]}, not {want[name]}" for name in want if have.get(name, want[name]) != want[name]]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(f"the checkpoint {checkpoint} does not fit the model: {'; '.join(problems[:3])}{more}")
+
+
+def save_params(folder: Path, params: Params) -> None:
+    """Writes parameters alone, so that `load_params` reads them; what stood in the folder is replaced when whole."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / "state").absolute(), {"params": params}, force=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,140 @@
+"""The layout of a run folder.
+
+    RUN/config.json          the resolved configuration
+    RUN/tokenizer/           vocabularies and merges
+    RUN/checkpoints/STEP/    parameters, optimiser state, step
+    RUN/average/             averaged parameters, if `average` was run
+    RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, validation rows with `valid_loss`
+    RUN/samples.jsonl        translations of a few validation sentences
+    RUN/result.json          the figures on the test split, once the run is finished
+    RUN/tensorboard/         the metrics again, for TensorBoard
+    RUN/cache/               the encoded corpus; may be deleted
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformer_jax.config import Config, load_config
+from transformer_jax.errors import UserError
+
+# What may differ when a run is resumed: it changes no step that was taken already.
+MAY_CHANGE = frozenset(
+    f"training.{name}"
+    for name in (
+        *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
+        *("checkpoint_seconds", "keep_checkpoints", "best_by", "average_last", "accumulate"),
+        *("mesh_data", "mesh_fsdp", "mesh_tensor"),
+    )
+) | {"data.prefetch", "data.valid", "data.test"}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """`config.json`."""
+        return self.path / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """`tokenizer/`."""
+        return self.path / "tokenizer"
+
+    @property
+    def checkpoints(self) -> Path:
+        """`checkpoints/`."""
+        return self.path / "checkpoints"
+
+    @property
+    def average(self) -> Path:
+        """`average/`."""
+        return self.path / "average"
+
+    @property
+    def metrics(self) -> Path:
+        """`metrics.jsonl`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """`samples.jsonl`."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """`result.json`."""
+        return self.path / "result.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """`tensorboard/`."""
+        return self.path / "tensorboard"
+
+    @property
+    def cache(self) -> Path:
+        """`cache/`."""
+        return self.path / "cache"
+
+    def load_config(self) -> Config:
+        """The run's configuration.
+
+        Raises:
+            UserError: this is no run.
+        """
+        if not self.config_file.is_file():
+            raise UserError(f"{self.path} is not a run: it has no config.json (a run is what `train` wrote)")
+        return load_config(self.config_file)
+
+    def open_for_training(self, config: Config) -> None:
+        """Makes the folder and writes `config.json`, or checks that the run there goes on under this configuration.
+
+        Raises:
+            UserError: the folder holds something else, or a run whose configuration differs where it may not.
+        """
+        if self.config_file.exists():
+            old, new = self.load_config().flat(), config.flat()
+            differing = [n for n in new if new[n] != old[n] and n not in MAY_CHANGE and not n.startswith("decoding.")]
+            if differing:
+                changes = ", ".join(f"{name} {old[name]!r} -> {new[name]!r}" for name in differing)
+                raise UserError(
+                    f"{self.path} holds a run with another configuration: {changes}. Give another --workdir, or "
+                    "the old values; training.num_steps and what concerns logging and decoding may be changed"
+                )
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise UserError(f"{self.path} exists and is not a run (no config.json): give another --workdir")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run folder {self.path}: {error.strerror}") from error
+        write_atomically(self.config_file, config.to_json())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a reader, or a run cut short, finds the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def truncate_after(path: Path, last_step: int) -> None:
+    """Drops the rows of a JSON-lines file that were written after `last_step`, and a line torn by a kill."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and row.get("step", 0) <= last_step:
+            kept.append(line + "\n")
+    write_atomically(path, "".join(kept))

@@ -1,0 +1,246 @@
+"""The training loop: reads top to bottom."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from transformer_jax.config import Config
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.run.checkpoint import Checkpoints
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.training.metrics import MetricsWriter, Progress
+from transformer_jax.training.optimizer import make_optimizer, make_schedule
+from transformer_jax.training.sharding import batch_sharding, put_batch, replicated, tree_shardings
+from transformer_jax.training.state import TrainState, dropout_rng, init_rng, init_state
+from transformer_jax.training.step import Metrics, train_step
+from transformer_jax.types import Batch, Params
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a validation found."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Figures such as `valid_loss` and `valid_bleu`."""
+    samples: Sequence[Mapping[str, str]] = ()
+    """Sample translations: `source`, `reference`, `translation`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `fit` ended."""
+
+    state: TrainState
+    step: int
+    interrupted_by: str | None = None
+    """The name of the signal that ended it before the last step."""
+
+
+def fit(
+    config: Config,
+    run: RunFolder,
+    mesh: Mesh,
+    batches_from: Callable[[int], Iterator[Batch]],
+    evaluate: Callable[[Params, int], Evaluation],
+    initial_params: Params | None = None,
+) -> Outcome:
+    """Trains until `training.num_steps`, from where the run's last checkpoint stands.
+
+    Args:
+        config: the run's configuration.
+        run: the folder that checkpoints, metrics and samples go to.
+        mesh: the devices.
+        batches_from: the global batches from this position on (this process's rows of them).
+        evaluate: called with the parameters and the step, `training.validate_every` steps apart and after the last.
+        initial_params: what a fresh run starts from, instead of random parameters.
+
+    Raises:
+        UserError: the loss or the gradient is not finite; the last checkpoint is from before that.
+    """
+    training = config.training
+    model = Transformer(config.model)
+    optimizer = make_optimizer(training, config.model.d_model)
+    schedule = make_schedule(training, config.model.d_model)
+    dropout_key = dropout_rng(training.seed)
+
+    checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by)
+    state = _first_state(config, mesh, checkpoints, initial_params)
+    step = int(state.step)
+    compiled_step = jax.jit(
+        partial(
+            train_step,
+            model=model,
+            optimizer=optimizer,
+            smoothing=training.label_smoothing,
+            mass=training.smoothing_mass,
+            accumulate=training.accumulate,
+        ),
+        in_shardings=(jax.tree.map(lambda x: x.sharding, state), batch_sharding(mesh), replicated(mesh)),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
+        donate_argnums=0,
+    )
+
+    writer = MetricsWriter(run, step)
+    watch = _Watch()
+    last_saved, last_save_time = step, time.monotonic()
+    with Progress(step, training.num_steps) as progress, _Signals() as signals:
+        batches = batches_from(step)
+        while step < training.num_steps and not signals.received:
+            state, metrics = compiled_step(state, put_batch(next(batches), mesh), dropout_key)
+            step += 1
+            watch.add(step, metrics)
+            progress.advance()
+
+            if step % training.log_every == 0 or step == training.num_steps:
+                row = watch.row(float(schedule(step - 1)))
+                writer.write(step, row)
+                progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
+
+            is_last = step == training.num_steps
+            figures: Mapping[str, float] = {}
+            if step % training.validate_every == 0 or is_last:
+                watch.check_all()
+                with watch.paused():
+                    evaluation = evaluate(state.params, step)
+                    figures = evaluation.metrics
+                    writer.write(step, figures)
+                    writer.write_samples(step, evaluation.samples)
+                    progress.say(_describe(step, evaluation))
+            is_due = step % training.checkpoint_every == 0 or bool(figures)
+            if is_due or is_last or time.monotonic() - last_save_time >= training.checkpoint_seconds:
+                watch.check_all()  # so that no checkpoint holds a state that is not finite
+                checkpoints.save(step, state, figures)
+                last_saved, last_save_time = step, time.monotonic()
+
+        watch.check_all()
+        if last_saved != step:
+            checkpoints.save(step, state)
+        checkpoints.close()
+        writer.close()
+    return Outcome(state, step, signals.received if step < training.num_steps else None)
+
+
+def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
+    """The last checkpoint's state, or a fresh one, on the mesh."""
+    model = Transformer(config.model)
+    optimizer = make_optimizer(config.training, config.model.d_model)
+    make = partial(init_state, model, optimizer)
+    abstract = jax.eval_shape(make, init_rng(config.training.seed))
+    shardings = tree_shardings(abstract, mesh)
+    latest = checkpoints.latest_step()
+    if latest is not None:
+        target = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+        )
+        return checkpoints.restore(latest, target)
+    state = jax.jit(make, out_shardings=shardings)(init_rng(config.training.seed))
+    if initial_params is not None:
+        state = state.replace(params=jax.device_put(initial_params, shardings.params))
+    return state
+
+
+def _describe(step: int, evaluation: Evaluation) -> str:
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())
+    lines = [f"step {step}: {figures}"]
+    for sample in evaluation.samples:
+        lines += [f"    {name:<11} {text}" for name, text in sample.items()]
+    return "\n".join(lines)
+
+
+def fetch(values: Any) -> Any:
+    """From the device to the host: the loop's only place where it waits for the device."""
+    return jax.device_get(values)
+
+
+class _Watch:
+    """Fetches each step's metrics one step late, so that the device is never waited for, and checks them."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, Metrics]] = []
+        self._last: tuple[int, Metrics] | None = None
+        self._tokens = 0
+        self._since = time.monotonic()
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        self._pending.append((step, metrics))
+        while len(self._pending) > 1:
+            self._check(*self._pending.pop(0))
+
+    def check_all(self) -> None:
+        while self._pending:
+            self._check(*self._pending.pop(0))
+
+    def row(self, learning_rate: float) -> dict[str, float]:
+        """The figures of the step added last."""
+        self.check_all()
+        assert self._last is not None
+        now = time.monotonic()
+        rate = self._tokens / max(now - self._since, 1e-9)
+        self._tokens, self._since = 0, now
+        metrics = self._last[1]
+        return {
+            "loss": float(metrics.loss),
+            "learning_rate": learning_rate,
+            "tokens_per_second": rate,
+            "grad_norm": float(metrics.grad_norm),
+        }
+
+    def paused(self) -> "_Pause":
+        """Time spent inside is not training time."""
+        return _Pause(self)
+
+    def _check(self, step: int, metrics: Metrics) -> None:
+        metrics = fetch(metrics)
+        for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
+            if not math.isfinite(value):
+                raise UserError(
+                    f"training stopped: the {name} of step {step} is {float(value)}. Checkpoints are from before it; "
+                    "a lower learning rate, more warmup_steps or training.clip_norm 1 may help"
+                )
+        self._tokens += int(metrics.num_tokens)
+        self._last = (step, metrics)
+
+
+class _Pause:
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._watch._since += time.monotonic() - self._start
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM end the loop after the step in hand; a second one ends the program at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._old[number] = signal.signal(number, self._handle)
+            except ValueError:  # not in the main thread: signals are the caller's affair
+                break
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        for given, old in self._old.items():
+            signal.signal(given, old)

@@ -1,0 +1,102 @@
+"""What a run writes about itself: JSON lines, TensorBoard, and the progress on the screen."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from transformer_jax.run.folder import RunFolder, truncate_after
+
+SECONDS_BETWEEN_LINES = 10.0  # on a stream that is no terminal
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` and `samples.jsonl`, and writes the same numbers for TensorBoard.
+
+    Opened at the step a run goes on from, it drops the rows after that step: each logged step is there once.
+    """
+
+    def __init__(self, run: RunFolder, step: int) -> None:
+        for path in (run.metrics, run.samples):
+            truncate_after(path, step)
+        self._metrics = run.metrics.open("a", encoding="utf-8")
+        self._samples = run.samples.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One row of numbers."""
+        _append(self._metrics, {"step": step, **values})
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """One row for each sample translation."""
+        for sample in samples:
+            _append(self._samples, {"step": step, **sample})
+
+    def close(self) -> None:
+        """Writes out what is pending."""
+        self._metrics.close()
+        self._samples.close()
+        self._board.close()
+
+
+def _append(file: TextIO, row: Mapping[str, Any]) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+class Progress:
+    """Steps done, loss, tokens per second, learning rate and time left, on stderr.
+
+    A bar on a terminal; elsewhere a line every ten seconds.
+    """
+
+    def __init__(self, step: int, num_steps: int) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._is_terminal
+        )
+        self._start = (time.monotonic(), step)
+        self._last_line = 0.0
+        self._step, self._num_steps = step, num_steps
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def advance(self) -> None:
+        """One more step is done."""
+        self._step += 1
+        self._bar.update()
+
+    def show(self, loss: float, tokens_per_second: float, learning_rate: float) -> None:
+        """The figures of the step just logged."""
+        figures = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, learning rate {learning_rate:.2e}"
+        self._bar.set_postfix_str(figures)
+        now = time.monotonic()
+        if not self._is_terminal and (now - self._last_line >= SECONDS_BETWEEN_LINES or self._step == self._num_steps):
+            self._last_line = now
+            done = self._step - self._start[1]
+            left = (now - self._start[0]) / max(done, 1) * (self._num_steps - self._step)
+            print(
+                f"step {self._step}/{self._num_steps}: {figures}, {tqdm.format_interval(left)} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def say(self, message: str) -> None:
+        """A line of its own, above the bar."""
+        if self._is_terminal:
+            self._bar.write(message, file=sys.stderr)
+        else:
+            print(message, file=sys.stderr, flush=True)

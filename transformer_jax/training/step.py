@@ -1,0 +1,93 @@
+"""THE training step: a pure function, the same on one CPU and on many devices."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.loss import LossSums, SmoothingMass, cross_entropy
+from transformer_jax.training.state import TrainState
+from transformer_jax.types import Batch, Params
+
+
+class Metrics(NamedTuple):
+    """What one training step reports."""
+
+    loss: Float[Array, ""]
+    """Label-smoothed cross-entropy, the mean over the batch's target tokens, in nats."""
+    num_tokens: Int[Array, ""]
+    """Target tokens in the batch, padding not counted."""
+    grad_norm: Float[Array, ""]
+    """Global norm of the gradient of `loss`, before clipping."""
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    dropout_rng: Array,
+    *,
+    model: Transformer,
+    optimizer: optax.GradientTransformation,
+    smoothing: float = 0.1,
+    mass: SmoothingMass = "others",
+    accumulate: int = 1,
+) -> tuple[TrainState, Metrics]:
+    """One update: forward, loss, backward, Adam.
+
+    Sums are taken over the whole batch and divided once by its number of target tokens, so the update does not depend
+    on how the batch is split over devices or, with `accumulate`, over time. Under `jit` with sharded arguments XLA
+    adds the sums of the devices; nothing here knows of them.
+
+    Args:
+        state: parameters, optimiser state, step.
+        batch: the global batch.
+        dropout_rng: the run's key; this step's is `fold_in(dropout_rng, state.step)`.
+        model, optimizer, smoothing, mass, accumulate: constants of the compiled step.
+    """
+    rng = jax.random.fold_in(dropout_rng, state.step)
+
+    def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
+        logits = model.apply(
+            {"params": params}, part.src, part.tgt_in, deterministic=False, rngs={"dropout": part_rng}
+        )
+        pad_id = model.config.pad_id
+        weights = part.tgt_out != pad_id
+        sums = cross_entropy(logits, part.tgt_out, weights, smoothing=smoothing, mass=mass, pad_id=pad_id)
+        return sums.loss_sum, sums
+
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if accumulate == 1:
+        grads, sums = grad_fn(state.params, batch, rng)
+    else:
+        grads, sums = _accumulated(grad_fn, state.params, batch, rng, accumulate)
+    count = jnp.maximum(sums.num_tokens, 1).astype(sums.loss_sum.dtype)
+    grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, optax.global_norm(grads))
+    return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def eval_step(params: Params, batch: Batch, *, model: Transformer) -> LossSums:
+    """Sums of the cross-entropy without dropout and without smoothing."""
+    logits = model.apply({"params": params}, batch.src, batch.tgt_in, deterministic=True)
+    return cross_entropy(logits, batch.tgt_out, batch.tgt_out != model.config.pad_id)
+
+
+def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) -> tuple[Params, LossSums]:  # type: ignore[no-untyped-def]
+    """The sums of gradients and losses over `parts` parts of the batch, one after the other."""
+
+    def split(rows: Array) -> Array:
+        # Part i takes rows i, i + parts, ...: neighbours stay on their device when the rows are sharded.
+        return jnp.swapaxes(rows.reshape(-1, parts, *rows.shape[1:]), 0, 1)
+
+    def add(total: tuple[Params, LossSums], part: tuple[Batch, Array]) -> tuple[tuple[Params, LossSums], None]:
+        return jax.tree.map(jnp.add, total, grad_fn(params, *part)), None
+
+    split_batch, rngs = Batch(*map(split, batch)), jax.random.split(rng, parts)
+    first = jax.tree.map(lambda x: x[0], (split_batch, rngs))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad_fn, params, *first))
+    return jax.lax.scan(add, zeros, (split_batch, rngs))[0]

@@ -1,0 +1,37 @@
+"""The words of the code: axes, batches, special tokens.
+
+Axes in array annotations:
+
+| axis                        | meaning                                         |
+|-----------------------------|-------------------------------------------------|
+| `b`                         | batch: one row for each sentence pair           |
+| `s`                         | source length, or length of the attended keys   |
+| `t`                         | target length, or length of the queries         |
+| `h d_model d_ff d_k d_v`    | as in the paper                                 |
+| `v`                         | vocabulary                                      |
+| `k`                         | beam                                            |
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# A pytree of arrays: {"encoder": {"layer_0": {"self_attention": {"query": {"kernel": ...}}}}, ...}.
+Params = Any
+
+PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # SPECIAL_TOKENS[PAD_ID] is "<pad>", and so on
+
+
+class Batch(NamedTuple):
+    """Sentence pairs as token ids, int32, padded with `pad_id` on the right.
+
+    A row that holds nothing but padding is an empty row: it has weight 0 in every sum.
+    """
+
+    src: np.ndarray
+    """`b s`: the source, with EOS last (before the padding) if the model's source ends with EOS."""
+    tgt_in: np.ndarray
+    """`b t`: what the decoder reads: the start token first, then the target."""
+    tgt_out: np.ndarray
+    """`b t`: what the decoder is to predict: the target, then EOS."""
