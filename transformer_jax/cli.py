@@ -29,7 +29,7 @@ commands:
 
 options:
   --traceback           show where an error comes from
-  --no-malloc-tuning    leave the C library's allocator as it is (see docs/performance.md)
+  --no-malloc-tuning    leave the C library's allocator as it is
 
 transformer-jax COMMAND --help says more."""
 
