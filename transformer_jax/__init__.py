@@ -43,7 +43,7 @@ API = {
     "average": "commands",
 }
 
-__all__ = ["API", "__version__", *API]  # noqa: PLE0604
+__all__ = ["API", "__version__", *API]
 
 if TYPE_CHECKING:
     from transformer_jax.commands import average, evaluate, train

@@ -1,5 +1,6 @@
 """The command line: parsers only. `transformer-jax {train,translate,evaluate,average}`, and `train.py`."""
 
+import codecs
 import dataclasses
 import json
 import os
@@ -99,6 +100,7 @@ def _train(args: list[str]) -> None:
         default=default,
         description="Trains a recipe, or goes on with the run in --workdir. CONFIG is FILE or FILE:NAME, a Python "
         f"file that defines get_config(); the defaults below are those of {recipe or 'the built-in recipe numbers'}.",
+        config=(tyro.conf.FlagConversionOff,),  # `--section.field VALUE` for every field, be it True or False
     )
     from transformer_jax import commands
 
@@ -130,16 +132,16 @@ def _translate(args: list[str]) -> None:
     )
     from transformer_jax.decoding.translator import Translator
 
-    translator = Translator.load(parsed.run, **dataclasses.asdict(parsed.decoding))
+    translator = Translator.load(parsed.run, **_given(parsed.decoding, args))
     for translation in translator.translate(_stdin_lines()):
         sys.stdout.buffer.write(translation.encode("utf-8", "replace") + b"\n")
     sys.stdout.buffer.flush()
 
 
 def _stdin_lines() -> list[str]:
-    """Lines end at `\\n` alone; one trailing `\\r` is dropped; what is not UTF-8 becomes U+FFFD."""
+    """Lines end at `\\n` alone. A `\\r` before it and a byte-order mark are dropped; what is not UTF-8: U+FFFD."""
     data = sys.stdin.buffer.read()
-    lines = data.split(b"\n")
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     texts = []
@@ -192,8 +194,7 @@ def _evaluate(args: list[str]) -> None:
         pairs = Pairs(
             read_lines(parsed.source), read_lines(parsed.reference), f"{parsed.source} and {parsed.reference}"
         )
-    # Of the decoding flags only what was given: each run has its own defaults.
-    given = _differing(parsed.decoding, _decoding_of(args))
+    given = _given(parsed.decoding, args)
     for run in parsed.runs:
         result = commands.evaluate(
             run, pairs, parsed.split, tokenize=parsed.tokenize, lowercase=parsed.lowercase, **given
@@ -218,7 +219,7 @@ def _average(args: list[str]) -> None:
         "average",
         args,
         default=None,
-        description="Averages the parameters of the last checkpoints (paper section 6.1); --checkpoint average uses them.",
+        description="Averages the parameters of the last checkpoints (paper section 6.1), for --checkpoint average.",
     )
     from transformer_jax import commands
 
@@ -227,25 +228,27 @@ def _average(args: list[str]) -> None:
 
 
 def _decoding_of(args: Sequence[str]) -> DecodingConfig:
-    """The decoding section of the first run named in the arguments, so that flags are shown with, and change, that."""
+    """The decoding section of the first run named in the arguments, so that --help shows the run's own defaults."""
     for arg in args:
         if not arg.startswith("-") and RunFolder(Path(arg)).config_file.is_file():
             return RunFolder(Path(arg)).load_config().decoding
     return DecodingConfig()
 
 
-def _differing(new: DecodingConfig, old: DecodingConfig) -> dict[str, Any]:
-    fields = (item.name for item in dataclasses.fields(DecodingConfig))
-    return {name: getattr(new, name) for name in fields if getattr(new, name) != getattr(old, name)}
+def _given(decoding: DecodingConfig, args: Sequence[str]) -> dict[str, Any]:
+    """The fields that have a flag in the arguments: each run keeps its own values of the others."""
+    flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
+    return {name: value for name, value in dataclasses.asdict(decoding).items() if name in flags}
 
 
-def _parse(cls: Any, command: str, args: Sequence[str], *, default: Any, description: str) -> Any:
+def _parse(
+    cls: Any, command: str, args: Sequence[str], *, default: Any, description: str, config: tuple[Any, ...] = ()
+) -> Any:
     """tyro's parser: exits with status 2 for wrong usage, and 0 for --help."""
-    config = (tyro.conf.FlagConversionOff, tyro.conf.OmitSubcommandPrefixes)
     extra = {} if default is None else {"default": default}
     try:
         return tyro.cli(
-            cls, prog=f"transformer-jax {command}", description=description, args=list(args), config=config[:0], **extra
+            cls, prog=f"transformer-jax {command}", description=description, args=list(args), config=config, **extra
         )
     except UserError as error:  # a value that a config's own checks refuse
         _usage_error(command, str(error))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -47,6 +46,7 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         UserError: anything that the user can put right.
     """
     run = RunFolder(Path(workdir))
+    _forget_failed_start(run)
     run.open_for_training(config)
     steps = checkpoint_steps(run)
     if steps and steps[-1] >= config.training.num_steps:
@@ -80,11 +80,13 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
     if valid is not None:
         encoded_valid = load_or_encode(config, "valid", tokenizers, run.cache, valid)
         evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
+    run.result.unlink(missing_ok=True)  # of a run that was shorter
+    multiple = row_multiple(mesh, config.training.accumulate)
     outcome = fit(
         config,
         run,
         mesh,
-        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=row_multiple(mesh, config.training.accumulate)),
+        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=multiple),
         evaluate,
         params,
     )
@@ -96,6 +98,13 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         return outcome
     _test(config, run, say)
     return outcome
+
+
+def _forget_failed_start(run: RunFolder) -> None:
+    """A start that failed before anything was made left its config.json alone, which is to bind nobody."""
+    if run.path.is_dir() and [path.name for path in run.path.iterdir()] == [run.config_file.name]:
+        run.load_config()  # raises if it is not ours
+        run.config_file.unlink()
 
 
 def _batches_from(start: int, *, encoded: Any, plan: BatchPlan, config: Config, multiple: int) -> Any:
@@ -117,6 +126,8 @@ def _starting_point(
 ) -> tuple[TokenizerPair, Params | None]:
     """The run's tokenizers, made or taken from `init_from` if it has none, and the parameters of `init_from`."""
     source = RunFolder(Path(config.training.init_from)) if config.training.init_from else None
+    if source and is_fresh:
+        source.load_config()  # says so if it is no run
     if not run.tokenizer.is_dir():
         tokenizers = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
         tokenizers.save(run.tokenizer)

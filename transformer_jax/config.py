@@ -158,9 +158,7 @@ class ModelConfig:
         rows = min(self.vocab_size, self.source_rows)
         for name, value in ids.items():
             _require(0 <= value < rows, f"model.{name} is {value}; it must lie in a vocabulary of {rows} rows")
-        _require(
-            self.pad_id != self.eos_id, f"model.pad_id {self.pad_id} and model.eos_id {self.eos_id} must differ"
-        )
+        _require(self.pad_id != self.eos_id, f"model.pad_id {self.pad_id} and model.eos_id {self.eos_id} must differ")
 
     @property
     def source_rows(self) -> int:
@@ -358,7 +356,7 @@ class TrainingConfig:
     best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
     """The figure that decides which checkpoint is the best."""
     average_last: int = 0
-    """After the last step, average this many of the last checkpoints for the final test (paper section 6.1: 5); 0: no."""
+    """Average so many of the last checkpoints for the test after the last step (paper section 6.1: 5); 0: none."""
 
     def __post_init__(self) -> None:
         for name in (

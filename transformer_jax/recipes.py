@@ -2,7 +2,9 @@
 
 import importlib.util
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from transformer_jax.errors import UserError
@@ -51,7 +53,9 @@ def load_recipe(recipe: str) -> Config:
     """
     path, _, name = recipe.partition(":")
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such recipe; give a Python file that defines get_config(), such as configs/numbers.py")
+        raise UserError(
+            f"{path}: no such recipe; give a Python file that defines get_config(), such as configs/numbers.py"
+        )
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a recipe is one that defines get_config()")
@@ -65,7 +69,17 @@ def load_recipe(recipe: str) -> Config:
         raise UserError(f"{path} defines no get_config()")
     if name and not inspect.signature(get_config).parameters:
         raise UserError(f"{path} has one recipe only: leave out {':' + name!r}")
+    if not name and not _callable_without_arguments(get_config):
+        raise UserError(f"{path} has several recipes: name one, as {path}:NAME")
     config = get_config(name) if name else get_config()
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {type(config).__name__}; it must return a Config")
     return config
+
+
+def _callable_without_arguments(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True

@@ -7,7 +7,7 @@ import datasets
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, first_line
 
 
 def read_huggingface(config: DataConfig, split: Split) -> Pairs:
@@ -32,7 +32,7 @@ def _by_name(config: DataConfig, split_name: str) -> Any:
     except Exception as error:  # the library raises a dozen kinds: no network, no such set, subset, split or file
         raise UserError(
             f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}: the data set cannot be "
-            f"loaded: {_first_line(error)}"
+            f"loaded: {first_line(error)}"
         ) from error
 
 
@@ -42,7 +42,7 @@ def _from_disk(config: DataConfig, split: Split, split_name: str) -> Any:
         loaded = datasets.load_from_disk(str(directory))
     except Exception as error:
         raise UserError(
-            f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {_first_line(error)}"
+            f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {first_line(error)}"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if split_name not in loaded:
@@ -76,7 +76,3 @@ def _column(rows: Any, name: str, origin: str) -> LazyColumn:
         return [clean_sentence(v, f"{origin}, row {row}, column {name!r}") for row, v in enumerate(values, start)]
 
     return LazyColumn(fetch, len(table))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, first_line
 
 
 def read_tfds(config: DataConfig, split: Split) -> Pairs:
@@ -35,7 +35,7 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
         rows = builder.as_data_source(split=split_name)
     except Exception as error:  # no network, unknown split, another file format, TensorFlow needed to prepare, ...
         raise UserError(
-            f"data.name {config.name!r}, split {split_name!r}: cannot be read: {_first_line(error)}; "
+            f"data.name {config.name!r}, split {split_name!r}: cannot be read: {first_line(error)}; "
             f"splits there are: {sorted(builder.info.splits)}"
         ) from error
     features = sorted(builder.info.features)
@@ -60,8 +60,7 @@ def _builder(tensorflow_datasets: Any, config: DataConfig) -> Any:
             if attempt == 0 and _imported(f"tensorflow_datasets.translate.{module}"):
                 continue
             raise UserError(
-                f"data.name {config.name!r}, data.directory {config.directory!r}: no such data set: "
-                f"{_first_line(error)}"
+                f"data.name {config.name!r}, data.directory {config.directory!r}: no such data set: {first_line(error)}"
             ) from error
     raise AssertionError("unreachable")
 
@@ -80,7 +79,3 @@ def _column(rows: Any, name: str, origin: str) -> LazyColumn:
         return [clean_sentence(r[name], f"{origin}, row {row}, {name!r}") for row, r in enumerate(found, start)]
 
     return LazyColumn(fetch, len(rows))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

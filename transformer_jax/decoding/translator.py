@@ -76,19 +76,23 @@ class Translator:
     def translate_n_best(self, texts: Sequence[str], n_best: int) -> list[list[Hypothesis]]:
         """The best translations of each text, best first: `n_best` of them where the search found so many.
 
+        With `stopping` paper, one that came to no EOS within its limit stands behind those that did.
+
         Raises:
-            UserError: n_best is more than the beam.
+            UserError: n_best is more than the beam, or the texts are one string.
         """
+        if isinstance(texts, str):
+            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
         beam_size = self.config.decoding.beam_size
         if not 1 <= n_best <= beam_size:
             raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
         model, rows = self.config.model, self._encode(texts)
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
         forbidden_ids = tuple(range(self.tokenizers.target.vocab_size, model.vocab_size))
-        for indices, src in _batches(rows, self.config.decoding.batch_tokens, model.pad_id):
+        room = self._room()
+        for indices, src in _batches(rows, self.config.decoding.batch_tokens, model.pad_id, room):
             lengths = np.zeros(len(src), np.int32)
             lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
-            room = self._target_room()
             limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
             found = jax.device_get(
                 search(
@@ -109,9 +113,7 @@ class Translator:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids with EOS where the model's source has it; nothing at all for an empty line."""
         model, decoding = self.config.model, self.config.decoding
-        longest = decoding.max_source
-        if model.positions == "learned":
-            longest = min(longest, model.max_length - model.position_offset)
+        longest = min(decoding.max_source, self._room())
         end = [model.eos_id] if model.source_eos else []
         encoded = self.tokenizers.source.encode([text if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
@@ -123,7 +125,8 @@ class Translator:
                 )
         return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]
 
-    def _target_room(self) -> int:
+    def _room(self) -> int:
+        """The longest sequence the model takes: learned positions have an end."""
         model = self.config.model
         return model.max_length - model.position_offset if model.positions == "learned" else 1 << 30
 
@@ -216,12 +219,14 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _batches(rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int) -> Iterator[tuple[list[int], np.ndarray]]:
+def _batches(
+    rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int, room: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
     """(which rows, their ids padded), longest first; one shape for each padded length, empty rows left out."""
     groups: dict[int, list[int]] = {}
     for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index)):
         if rows[index]:
-            groups.setdefault(padded_length(len(rows[index])), []).append(index)
+            groups.setdefault(min(padded_length(len(rows[index])), room), []).append(index)
     for length, indices in groups.items():
         # A power of two, so that small inputs share shapes too.
         size = min(_power_of_two(len(indices)), max(1, batch_tokens // length))

@@ -16,7 +16,7 @@ from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.scores import CorpusScores, score_corpus, tokenization_of
+from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loop import Evaluation
 from transformer_jax.training.sharding import put_batch, row_multiple
@@ -73,6 +73,8 @@ def evaluate_pairs(
         lowercase: score without case.
     """
     config, tokenizers = translator.config, translator.tokenizers
+    tokenize = tokenize or tokenization_of(config)
+    check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
     loss = corpus_loss(translator.params, _batches(encoded, config), Transformer(config.model))
     start = time.monotonic()
@@ -81,7 +83,7 @@ def evaluate_pairs(
     translations = [hypothesis.text for hypothesis in hypotheses]
     references = reference_texts(pairs, tokenizers, config)
     return Report(
-        scores=score_corpus(translations, references, tokenize or tokenization_of(config), lowercase),
+        scores=score_corpus(translations, references, tokenize, lowercase),
         loss=loss,
         perplexity=perplexity(loss),
         sentences_per_second=len(translations) / seconds,

@@ -35,8 +35,9 @@ def score_corpus(
         lowercase: score without case.
 
     Raises:
-        UserError: not as many references as translations, or none.
+        UserError: not as many references as translations, or none; no such tokenisation.
     """
+    check_tokenization(tokenize)
     if len(translations) != len(references) or not references:
         raise UserError(
             f"{len(translations)} translations and {len(references)} references; as many of both are needed"
@@ -53,6 +54,12 @@ def score_corpus(
         exact_match=100 * equal / len(references),
         num_sentences=len(references),
     )
+
+
+def check_tokenization(tokenize: str) -> None:
+    """Raises UserError unless sacreBLEU knows this tokenisation."""
+    if tokenize not in BLEU.TOKENIZERS:
+        raise UserError(f"tokenize is {tokenize!r}; legal: {', '.join(BLEU.TOKENIZERS)}")
 
 
 def tokenization_of(config: Config) -> str:

@@ -74,9 +74,7 @@ class MultiHeadAttention(nn.Module):
 
         def projection(d_head: int) -> nn.DenseGeneral:
             init = attention_initializer(self.initialization, self.d_model, self.num_heads * d_head, fused_width)
-            return nn.DenseGeneral(
-                (self.num_heads, d_head), use_bias=self.use_bias, kernel_init=init, **self._dtypes
-            )
+            return nn.DenseGeneral((self.num_heads, d_head), use_bias=self.use_bias, kernel_init=init, **self._dtypes)
 
         self.query, self.key, self.value = projection(self.d_k), projection(self.d_k), projection(self.d_v)
         self.output = nn.DenseGeneral(

@@ -10,13 +10,11 @@ Biases are zero, LayerNorm's scales one. Xavier uniform is U(-a, a) with a = sqr
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import Initializer, normal
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 Initialization = Literal["tensor2tensor", "xavier_uniform", "torch_fused"]
@@ -26,7 +24,7 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
     """U(-a, a) with a = sqrt(6 / (fan_in + fan_out)), whatever the shape asked for (Glorot and Bengio, 2010)."""
     bound = math.sqrt(6 / (fan_in + fan_out))
 
-    def init(key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32, out_sharding: object = None) -> Array:
+    def init(key: Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> Array:
         return jax.random.uniform(key, shape, dtype, minval=-bound, maxval=bound)
 
     return init

@@ -140,7 +140,9 @@ class DecoderLayer(nn.Module):
         """One layer of the decoder at one position; `past` comes back with this position's keys and values in it."""
         y = self.connection.enter(x, self.self_attention_norm)
         new = self.self_attention.keys_values(y)
-        past = KeysValues(*(jax.lax.dynamic_update_slice_in_dim(p, n, position, 1) for p, n in zip(past, new, strict=True)))
+        past = KeysValues(
+            *(jax.lax.dynamic_update_slice_in_dim(p, n, position, 1) for p, n in zip(past, new, strict=True))
+        )
         y = self.self_attention.attend(y, past, tgt_mask)
         x = self.connection.leave(x, y, self.self_attention_norm, True)
         return self._after_self_attention(x, cross, src_mask, True), past

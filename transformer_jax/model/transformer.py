@@ -45,7 +45,8 @@ class Transformer(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        if "float64" in (config.dtype, config.param_dtype) and not jax.config.jax_enable_x64:
+        has_float64 = jnp.result_type(float) == jnp.float64
+        if "float64" in (config.dtype, config.param_dtype) and not has_float64:
             raise UserError(
                 f"model.dtype is {config.dtype!r} and model.param_dtype {config.param_dtype!r}: "
                 "float64 needs jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1"
@@ -199,9 +200,7 @@ def attention_maps(
     model: Transformer, params: Params, src: Int[Array, "b s"], tgt_in: Int[Array, "b t"]
 ) -> dict[str, Float[Array, "b h t s"]]:
     """The attention weights of every layer: {"encoder/layer_0/self_attention": ..., ...}, rows sum to 1."""
-    _, state = model.apply(
-        {"params": params}, src, tgt_in, capture_intermediates=lambda _, method: method == "weights"
-    )
+    _, state = model.apply({"params": params}, src, tgt_in, capture_intermediates=lambda _, method: method == "weights")
     paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
     return {"/".join(str(key.key) for key in path[:-1]): values[0] for path, values in paths}
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, first_line
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
@@ -49,7 +49,8 @@ class Checkpoints:
         """Starts to write `state`; it is whole after `wait` or the next call. A step that is there already stays."""
         if step in self._manager.all_steps():
             return
-        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)), metrics=dict(metrics or {}))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state))
+        self._manager.save(step, args=args, metrics=dict(metrics or {}))
 
     def wait(self) -> None:
         """Until all that was started is written."""
@@ -65,9 +66,7 @@ class Checkpoints:
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """The state as it was saved, on the devices and in the shardings that `abstract_state` says."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
         return restored["state"]
 
 
@@ -155,7 +154,9 @@ def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
     have, want = shapes(stored), shapes(expected)
     problems = [f"{name} is missing" for name in want if name not in have]
     problems += [f"{name} is not part of the model" for name in have if name not in want]
-    problems += [f"{name} has shape {have[name]}, not {want[name]}" for name in want if have.get(name, want[name]) != want[name]]
+    problems += [
+        f"{name} has shape {have[name]}, not {want[name]}" for name in want if have.get(name, want[name]) != want[name]
+    ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"the checkpoint {checkpoint} does not fit the model: {'; '.join(problems[:3])}{more}")
@@ -165,8 +166,3 @@ def save_params(folder: Path, params: Params) -> None:
     """Writes parameters alone, so that `load_params` reads them; what stood in the folder is replaced when whole."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / "state").absolute(), {"params": params}, force=True)
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

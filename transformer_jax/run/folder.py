@@ -1,14 +1,14 @@
 """The layout of a run folder.
 
-    RUN/config.json          the resolved configuration
-    RUN/tokenizer/           vocabularies and merges
-    RUN/checkpoints/STEP/    parameters, optimiser state, step
-    RUN/average/             averaged parameters, if `average` was run
-    RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, validation rows with `valid_loss`
-    RUN/samples.jsonl        translations of a few validation sentences
-    RUN/result.json          the figures on the test split, once the run is finished
-    RUN/tensorboard/         the metrics again, for TensorBoard
-    RUN/cache/               the encoded corpus; may be deleted
+RUN/config.json          the resolved configuration
+RUN/tokenizer/           vocabularies and merges
+RUN/checkpoints/STEP/    parameters, optimiser state, step
+RUN/average/             averaged parameters, if `average` was run
+RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, validation rows with `valid_loss`
+RUN/samples.jsonl        translations of a few validation sentences
+RUN/result.json          the figures on the test split, once the run is finished
+RUN/tensorboard/         the metrics again, for TensorBoard
+RUN/cache/               the encoded corpus; may be deleted
 """
 
 import json
@@ -130,7 +130,7 @@ def truncate_after(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # JSON may hold other line ends
         try:
             row = json.loads(line)
         except json.JSONDecodeError:

@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -92,7 +93,12 @@ def fit(
     writer = MetricsWriter(run, step)
     watch = _Watch()
     last_saved, last_save_time = step, time.monotonic()
-    with Progress(step, training.num_steps) as progress, _Signals() as signals:
+    with (
+        Progress(step, training.num_steps) as progress,
+        _Signals() as signals,
+        closing(writer),
+        closing(checkpoints),  # whatever happens, a checkpoint that was started becomes whole
+    ):
         batches = batches_from(step)
         while step < training.num_steps and not signals.received:
             state, metrics = compiled_step(state, put_batch(next(batches), mesh), dropout_key)
@@ -101,7 +107,7 @@ def fit(
             progress.advance()
 
             if step % training.log_every == 0 or step == training.num_steps:
-                row = watch.row(float(schedule(step - 1)))
+                row = watch.row(float(fetch(schedule(step - 1))))
                 writer.write(step, row)
                 progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
 
@@ -112,9 +118,10 @@ def fit(
                 with watch.paused():
                     evaluation = evaluate(state.params, step)
                     figures = evaluation.metrics
-                    writer.write(step, figures)
-                    writer.write_samples(step, evaluation.samples)
-                    progress.say(_describe(step, evaluation))
+                    if figures:
+                        writer.write(step, figures)
+                        writer.write_samples(step, evaluation.samples)
+                        progress.say(_describe(step, evaluation))
             is_due = step % training.checkpoint_every == 0 or bool(figures)
             if is_due or is_last or time.monotonic() - last_save_time >= training.checkpoint_seconds:
                 watch.check_all()  # so that no checkpoint holds a state that is not finite
@@ -124,8 +131,6 @@ def fit(
         watch.check_all()
         if last_saved != step:
             checkpoints.save(step, state)
-        checkpoints.close()
-        writer.close()
     return Outcome(state, step, signals.received if step < training.num_steps else None)
 
 
@@ -144,7 +149,7 @@ def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_p
         return checkpoints.restore(latest, target)
     state = jax.jit(make, out_shardings=shardings)(init_rng(config.training.seed))
     if initial_params is not None:
-        state = state.replace(params=jax.device_put(initial_params, shardings.params))
+        state = state.replace(params=jax.device_put(initial_params, shardings.params, may_alias=False))
     return state
 
 

@@ -59,9 +59,7 @@ class Progress:
 
     def __init__(self, step: int, num_steps: int) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._bar = tqdm(
-            total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._is_terminal
-        )
+        self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._is_terminal)
         self._start = (time.monotonic(), step)
         self._last_line = 0.0
         self._step, self._num_steps = step, num_steps

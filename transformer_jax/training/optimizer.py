@@ -46,7 +46,7 @@ def constant_schedule(peak: float, warmup_steps: int = 1) -> optax.Schedule:
 
 
 def make_schedule(config: TrainingConfig, d_model: int) -> optax.Schedule:
-    """The schedule that `training.schedule` names. It does not depend on num_steps: a run may be shorter than warmup."""
+    """What `training.schedule` names. It does not depend on num_steps: a run may be shorter than warmup."""
     if config.schedule == "noam":
         return noam_schedule(d_model, config.warmup_steps, config.learning_rate_scale)
     make = inverse_sqrt_schedule if config.schedule == "inverse_sqrt" else constant_schedule

@@ -1,10 +1,12 @@
 """What a training run carries from step to step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import Params
@@ -14,7 +16,7 @@ from transformer_jax.types import Params
 class TrainState:
     """Parameters, optimiser state and the step: with the data's seed, all that decides the rest of the run."""
 
-    step: Int[Array, ""]
+    step: Any  # Int[Array, ""], or as in every pytree what stands for it: its shape, its sharding
     """Updates done, which is also the number of global batches consumed: the position in the data."""
     params: Params
     opt_state: optax.OptState

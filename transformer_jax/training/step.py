@@ -1,6 +1,6 @@
 """THE training step: a pure function, the same on one CPU and on many devices."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,10 @@ def train_step(
     rng = jax.random.fold_in(dropout_rng, state.step)
 
     def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
-        logits = model.apply(
-            {"params": params}, part.src, part.tgt_in, deterministic=False, rngs={"dropout": part_rng}
-        )
+        logits = model.apply({"params": params}, part.src, part.tgt_in, deterministic=False, rngs={"dropout": part_rng})
         pad_id = model.config.pad_id
-        weights = part.tgt_out != pad_id
-        sums = cross_entropy(logits, part.tgt_out, weights, smoothing=smoothing, mass=mass, pad_id=pad_id)
+        targets = jnp.asarray(part.tgt_out)
+        sums = cross_entropy(logits, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id)
         return sums.loss_sum, sums
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -67,20 +65,21 @@ def train_step(
     grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, optax.global_norm(grads))
+    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, optax.tree.norm(grads))
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def eval_step(params: Params, batch: Batch, *, model: Transformer) -> LossSums:
     """Sums of the cross-entropy without dropout and without smoothing."""
     logits = model.apply({"params": params}, batch.src, batch.tgt_in, deterministic=True)
-    return cross_entropy(logits, batch.tgt_out, batch.tgt_out != model.config.pad_id)
+    targets = jnp.asarray(batch.tgt_out)
+    return cross_entropy(logits, targets, targets != model.config.pad_id)
 
 
 def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) -> tuple[Params, LossSums]:  # type: ignore[no-untyped-def]
     """The sums of gradients and losses over `parts` parts of the batch, one after the other."""
 
-    def split(rows: Array) -> Array:
+    def split(rows: Any) -> Any:
         # Part i takes rows i, i + parts, ...: neighbours stay on their device when the rows are sharded.
         return jnp.swapaxes(rows.reshape(-1, parts, *rows.shape[1:]), 0, 1)
 

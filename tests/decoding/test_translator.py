@@ -1,0 +1,273 @@
+"""Text in, text out: order, batches, shapes, limits, and agreement of the search with the model itself."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_commands import tiny_run
+
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.decoding import translator as module
+from transformer_jax.decoding.search import SearchResult
+from transformer_jax.decoding.translator import Translator, padded_length, search
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import EOS_ID
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+def make(*, decoding=None, max_length=100, **model) -> Translator:
+    """Random parameters, large enough that translations differ; one token for each of WORDS, ids 4 to 13."""
+    config = Config(
+        model=ModelConfig(**{"vocab_size": 14, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32} | model),
+        data=DataConfig(max_length=max_length),
+        tokenizer=TokenizerConfig(kind="word"),
+        decoding=DecodingConfig(**{"beam_size": 1, "max_extra": 2} | (decoding or {})),
+    )
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Transformer(config.model).init(jax.random.key(0), tokens, tokens)["params"]
+    params = jax.tree.map(lambda leaf: leaf * 2, params)
+    return Translator(config, params, train_tokenizers(config, Pairs(WORDS, WORDS, "words")))
+
+
+def sentences(*lengths):
+    rng = np.random.default_rng(0)
+    return [" ".join(rng.choice(WORDS, length)) for length in lengths]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of `search`, each answered with one token and EOS."""
+    seen = []
+
+    def fake(params, src, limits, **options):
+        seen.append(SimpleNamespace(src=np.asarray(src), limits=np.asarray(limits), **options))
+        rows = (len(src), options["n_best"])
+        tokens = np.zeros((*rows, options["max_length"]), np.int32)
+        tokens[:, :, 0] = src[:, :1]
+        return SearchResult(tokens, np.zeros(rows, np.float32), np.ones(rows, np.int32), np.zeros(rows, np.float32))
+
+    monkeypatch.setattr(module, "search", fake)
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------- order and batches
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_sentence_alone_is_translated_as_among_others_and_order_is_kept(beam_size):
+    texts = sentences(3, 9, 1, 2)
+    texts[2:2] = ["", "  \t"]
+    # With this rule every hypothesis ends; by the paper's those without EOS stand last, whatever they score.
+    translator = make(decoding={"beam_size": beam_size, "batch_tokens": 32, "stopping": "huggingface"})
+    together = translator.translate_n_best(texts, beam_size)
+    assert len({found[0].text for found in together}) > 3, "a model that says the same to all would prove nothing"
+    for text, found in zip(texts, together, strict=True):
+        (alone,) = translator.translate_n_best([text], beam_size)
+        assert [one.text for one in alone] == [one.text for one in found]
+        np.testing.assert_allclose([one.score for one in alone], [one.score for one in found], rtol=1e-4)
+        assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
+    assert translator.translate(texts) == [found[0].text for found in together]
+    assert together[2] == together[3] == [("", 0.0, 0.0, 0)], "empty lines stay empty"
+
+
+def test_results_come_in_the_order_of_the_input_though_sorted_inside(calls):
+    texts = [f"{word} {'ten ' * fill}".strip() for fill, word in zip((5, 0, 30, 2, 0, 12, 9), WORDS[:7], strict=True)]
+    assert make(decoding={"batch_tokens": 20}).translate(texts) == WORDS[:7]
+    lengths = [call.src.shape[1] for call in calls]
+    assert lengths == sorted(lengths, reverse=True), "the longest first: what is short of memory fails at once"
+
+
+def test_few_shapes_and_a_budget_of_tokens(calls):
+    translator = make(decoding={"batch_tokens": 128}, max_length=256)
+    translator.translate(sentences(*range(1, 190), *range(1, 60)))
+    shapes = {(call.src.shape, call.max_length) for call in calls}
+    assert len(shapes) <= 8 + 8
+    assert all(src[0] * src[1] <= 128 or src[0] == 1 for src, _ in shapes)
+    assert sum(int((call.limits > 0).sum()) for call in calls) == 189 + 59
+    # Other inputs of any count: rows are a power of two, or as many as the budget allows.
+    for count in range(1, 40):
+        translator.translate(sentences(*[5] * count))
+    assert {call.src.shape[0] for call in calls if call.src.shape[1] == 8} <= {1, 2, 4, 8, 16}
+
+
+def test_one_trace_for_each_shape():
+    texts = sentences(3, 4, 11, 12)
+    make(decoding={"max_extra": 3}).translate(texts)
+    traces = search._cache_size()
+    # Another translator of the same model, as at each validation, and other sentences of these lengths.
+    make(decoding={"max_extra": 3}).translate(sentences(12, 11, 5, 6))
+    assert search._cache_size() == traces
+
+
+def test_no_texts_give_no_translations():
+    assert make().translate([]) == []
+    assert make().translate(["", " "]) == ["", ""]
+
+
+def test_padded_lengths_waste_little():
+    for length in range(1, 1000):
+        assert length <= padded_length(length) < max(length + 8, 1.26 * length)
+
+
+# ------------------------------------------------------------------------------------------------------------ limits
+
+
+@pytest.mark.parametrize("source_eos", [True, False])
+def test_the_limit_is_the_source_and_max_extra_with_eos_counted_on_both_sides(calls, source_eos):
+    make(source_eos=source_eos, decoding={"max_extra": 50}).translate(sentences(6, 3, 3))
+    (call,) = calls
+    assert call.limits.tolist() == [7 + 50, 4 + 50, 4 + 50, 0]
+    assert call.max_length >= 57
+    ends = [row.tolist().count(EOS_ID) for row in call.src]
+    assert ends == ([1, 1, 1, 0] if source_eos else [0, 0, 0, 0])
+
+
+def test_no_translation_is_longer_than_its_limit():
+    # EOS is made impossible, so every translation runs to its limit.
+    translator = make(tie_embeddings="target", logits_bias=True, decoding={"max_extra": 3})
+    translator.params = jax.tree.map(
+        lambda leaf: leaf.at[EOS_ID].set(-1e9) if leaf.shape == (14,) else leaf,  # the logits' bias
+        translator.params,
+    )
+    for found, length in zip(translator.translate_n_best(sentences(2, 5), 1), (2, 5), strict=True):
+        assert found[0].num_tokens == length + 1 + 3
+
+
+def test_a_source_beyond_max_source_is_cut_with_a_warning(calls):
+    translator = make(decoding={"max_source": 4})
+    with pytest.warns(UserWarning, match=r"line 2 has 6 tokens; it is cut after 3 \(decoding\.max_source\)"):
+        translator.translate(sentences(3, 6))
+    (call,) = calls
+    assert sorted((row != 0).sum() for row in call.src) == [4, 4]
+    assert (call.src == EOS_ID).sum(axis=1).tolist() == [1, 1], "EOS is kept"
+
+
+def test_learned_positions_serve_up_to_their_last_row():
+    # 11 and EOS fill the table of 12 rows, which is no length that sources are padded to otherwise.
+    translator = _learned(12)
+    assert padded_length(12) > 12
+    found = translator.translate_n_best(sentences(11), 1)[0][0]
+    assert 1 <= found.num_tokens <= 12
+    with pytest.warns(UserWarning, match="line 1 has 12 tokens; it is cut after 11"):
+        assert translator.translate_n_best(sentences(12), 1)[0][0].num_tokens <= 12
+
+
+def _learned(rows):
+    translator = make(decoding={"max_extra": 50})
+    model = dataclasses.replace(translator.config.model, positions="learned", max_length=rows)
+    config = dataclasses.replace(
+        translator.config, model=model, data=dataclasses.replace(translator.config.data, max_length=rows)
+    )
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Transformer(model).init(jax.random.key(0), tokens, tokens)["params"]
+    return Translator(config, params, translator.tokenizers)
+
+
+# ------------------------------------------------------------------------------------- agreement with the model itself
+
+
+def teacher_forced(translator, src, targets):
+    """log-probabilities `b t v` of the next token, by one pass over whole targets, without a cache."""
+    tgt_in = np.zeros_like(targets)
+    tgt_in[:, 0], tgt_in[:, 1:] = translator.config.model.start_id, targets[:, :-1]
+    # EOS stands for padding in the decoder's input: what follows a place does not change it.
+    apply = jax.jit(Transformer(translator.config.model).apply, static_argnames="deterministic")
+    tgt_in = jnp.asarray(np.where(tgt_in == 0, EOS_ID, tgt_in))
+    logits = apply({"params": translator.params}, jnp.asarray(src), tgt_in, deterministic=True)
+    return np.asarray(jax.nn.log_softmax(logits))
+
+
+@pytest.mark.parametrize("beam_size", [1, 4])
+def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
+    translator = make(decoding={"beam_size": beam_size, "alpha": 0.6})
+    src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
+    model = Transformer(translator.config.model)
+    decoding = translator.config.decoding
+    options = {"model": model, "decoding": decoding, "max_length": 8, "n_best": beam_size}
+    found = jax.device_get(search(translator.params, jnp.asarray(src), jnp.array([8, 6]), **options))
+    for n in range(beam_size):
+        log_probs = teacher_forced(translator, src, found.tokens[:, n])
+        for row in range(2):
+            length = found.lengths[row, n]
+            tokens = found.tokens[row, n, :length]
+            total = log_probs[row, np.arange(length), tokens].sum()
+            assert found.log_probs[row, n] == pytest.approx(total, abs=1e-4)
+            score = total if beam_size == 1 else total / ((5 + length) / 6) ** 0.6
+            assert found.scores[row, n] == pytest.approx(score, abs=1e-4)
+            if beam_size == 1:
+                allowed = log_probs[row, :length].copy()
+                allowed[:, 0] = -math.inf  # padding is never generated
+                assert tokens.tolist() == allowed.argmax(axis=-1).tolist(), "beam 1 is greedy"
+
+
+def test_rows_of_the_table_without_a_token_are_never_generated():
+    translator = make(vocab_size=40)
+    assert translator.tokenizers.target.vocab_size == 14
+    for hypotheses in translator.translate_n_best(sentences(3, 4, 5, 6, 7), 1):
+        # A word tokenizer writes one word for each token but EOS; an id without a token would leave none.
+        words = len(hypotheses[0].text.split())
+        assert hypotheses[0].num_tokens - words in (0, 1)
+
+
+def test_a_line_break_in_a_translation_is_a_space(calls, monkeypatch):
+    translator = make()
+    monkeypatch.setattr(type(translator.tokenizers.target), "decode", lambda self, rows: ["one\ntwo\n" for _ in rows])
+    assert translator.translate(["ten"]) == ["one two "]
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_n_best_is_at_most_the_beam():
+    for n_best in (0, 3):
+        with pytest.raises(UserError, match=f"n_best is {n_best}; .*beam_size 2"):
+            make(decoding={"beam_size": 2}).translate_n_best(["ten"], n_best)
+
+
+def test_a_string_is_not_a_list_of_strings():
+    with pytest.raises(UserError, match="texts is the string 'ten'; a list of strings is needed"):
+        make().translate("ten")
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
+    translator, small = make(), make(vocab_size=13)
+    with pytest.raises(UserError, match="source tokenizer has 14 entries and the model's table 13 rows"):
+        Translator(small.config, small.params, translator.tokenizers)
+
+
+def test_load_takes_fields_of_the_decoding_section(tiny):
+    translator = Translator.load(str(tiny.run), max_extra=0, checkpoint="2")
+    assert translator.config.decoding == dataclasses.replace(tiny.config.decoding, max_extra=0, checkpoint="2")
+    first, last = (Translator.load(tiny.run, checkpoint=name).params for name in ("2", "last"))
+    same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (translator.params, first)), strict=True)]
+    assert all(same)
+    assert not all((a == b).all() for a, b in zip(*map(jax.tree.leaves, (translator.params, last)), strict=True))
+    assert len(translator.translate(["a dog", ""])) == 2
+
+
+@pytest.mark.parametrize(
+    ("decoding", "message"),
+    [
+        ({"beam": 4}, "DecodingConfig has no field beam"),
+        ({"beam_size": 0}, "decoding.beam_size is 0"),
+        ({"checkpoint": "3"}, "no checkpoint '3'; there are last, best, average and the steps 2, 4"),
+    ],
+)
+def test_load_refuses_what_is_not_there(tiny, decoding, message):
+    with pytest.raises(UserError, match=message):
+        Translator.load(tiny.run, **decoding)
+    with pytest.raises(UserError, match="is not a run"):
+        Translator.load(tiny.corpus)

@@ -1,0 +1,56 @@
+"""Scores against sacreBLEU's own functions."""
+
+import pytest
+import sacrebleu
+from sacrebleu.metrics import BLEU, CHRF
+
+from transformer_jax.config import Config, TokenizerConfig
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation.scores import check_tokenization, score_corpus, tokenization_of
+
+TRANSLATIONS = ["the cat sat on the mat .", "A dog, runs fast!", "", "ein Haus"]
+REFERENCES = ["The cat sat on the mat .", "a dog runs very fast!", "nothing", "ein Haus"]
+
+
+@pytest.mark.parametrize("tokenize", ["13a", "none", "intl", "char"])
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_bleu_and_chrf_are_sacrebleus(tokenize, lowercase):
+    scores = score_corpus(TRANSLATIONS, REFERENCES, tokenize, lowercase)
+    bleu = sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES], tokenize=tokenize, lowercase=lowercase, force=True)
+    assert scores.bleu == bleu.score > 0
+    assert scores.chrf == CHRF(lowercase=lowercase).corpus_score(TRANSLATIONS, [REFERENCES]).score
+    case = "lc" if lowercase else "mixed"
+    version = sacrebleu.__version__
+    assert scores.bleu_signature == f"nrefs:1|case:{case}|eff:no|tok:{tokenize}|smooth:exp|version:{version}"
+    assert scores.chrf_signature.startswith(f"nrefs:1|case:{case}|eff:yes|nc:6|nw:0|space:no|")
+
+
+def test_exact_match_and_count():
+    scores = score_corpus(TRANSLATIONS, REFERENCES)
+    assert scores.exact_match == 25
+    assert scores.num_sentences == 4
+    assert "tok:13a" in scores.bleu_signature
+
+
+def test_a_perfect_corpus_scores_a_hundred():
+    scores = score_corpus(REFERENCES, REFERENCES)
+    assert (round(scores.bleu, 6), round(scores.chrf, 6), scores.exact_match) == (100, 100, 100)
+
+
+@pytest.mark.parametrize(("translations", "references"), [(["a"], ["a", "b"]), (["a", "b"], ["a"]), ([], [])])
+def test_sides_of_different_length_are_refused(translations, references):
+    with pytest.raises(UserError, match=f"{len(translations)} translations and {len(references)} references"):
+        score_corpus(translations, references)
+
+
+def test_an_unknown_tokenisation_is_refused_with_the_legal_ones():
+    with pytest.raises(UserError, match=r"tokenize is '13b'; legal: .*13a"):
+        score_corpus(["a"], ["a"], "13b")
+    for name in BLEU.TOKENIZERS:
+        check_tokenization(name)
+
+
+def test_tokenised_text_is_not_tokenised_again():
+    assert tokenization_of(Config()) == "13a"
+    assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="word"))) == "13a"
+    assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="presegmented"))) == "none"

@@ -1,0 +1,491 @@
+"""The whole model: against the reference, its cache, its masks, its dtypes and its traces."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from flax.nnx import bridge
+from model_cases import (
+    CONFIGS,
+    apply,
+    as_float32,
+    every_config,
+    model_and_inputs,
+    random_params,
+    sentences,
+    tiny,
+    to_jax,
+)
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import (
+    OutputProjection,
+    Transformer,
+    abstract_params,
+    attention_maps,
+    count_parameters,
+)
+
+# ------------------------------------------------------------------------------------------------------ the reference
+
+
+@pytest.mark.parametrize("name", **every_config)
+def test_model_is_the_reference(name):
+    config, model, params, src, tgt_in = model_and_inputs(name)
+    logits = apply(model, params, src, tgt_in)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, reference.transformer(params, config, src, tgt_in), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["paper", "tensor2tensor", "everything else"])
+def test_float64_stays_float64(name):
+    config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
+    params, (src, tgt_in) = random_params(CONFIGS[name]), sentences(config)
+    with jax.enable_x64(True):
+        model = Transformer(config)
+        assert {leaf.dtype for leaf in jax.tree.leaves(abstract_params(config))} == {np.dtype("float64")}
+        logits = np.asarray(apply(model, params, src, tgt_in))
+    assert logits.dtype == np.float64
+    np.testing.assert_allclose(logits, reference.transformer(params, config, src, tgt_in), rtol=1e-12, atol=1e-12)
+
+
+def test_settings_can_be_told_apart():
+    """What is compared above would prove nothing if two settings gave the same numbers."""
+    equal_to_paper = {"paper", "no source EOS", "other ids"}  # the first by definition, the others change the tokens
+    _, model, params, src, tgt_in = model_and_inputs("paper")
+    logits = apply(model, params, src, tgt_in)
+    for name, other in CONFIGS.items():
+        same_tree = jax.tree.map(lambda leaf: leaf.shape, abstract_params(other)) == jax.tree.map(np.shape, params)
+        if name in equal_to_paper or not same_tree or other.decoder_start in ("eos", "pad"):
+            continue
+        difference = reference.transformer(params, other, src[:1], tgt_in[:1]) - logits[:1]
+        assert np.abs(difference).max() > 1e-3, name
+
+
+def test_output_projection_alone():
+    params = as_float32({"kernel": np.random.default_rng(0).normal(size=(8, 11))})
+    x = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    logits = apply(OutputProjection(11, 8), params, x, method="logits")
+    np.testing.assert_allclose(logits, x @ params["kernel"], rtol=1e-5, atol=1e-5)
+
+
+def test_encode_then_decode_is_the_model():
+    config, model, params, src, tgt_in = model_and_inputs("torch")
+    src_mask = (src != config.pad_id)[:, None, None, :]
+    memory = apply(model, params, src, method="encode")
+    logits = apply(model, params, tgt_in, memory, src_mask, method="decode")
+    np.testing.assert_array_equal(logits, apply(model, params, src, tgt_in))
+    for row in range(3):
+        expected = reference.embed(params, config, src[row], "source")
+        expected = reference.encoder(params["encoder"], config, expected, src_mask[row, 0, 0])
+        np.testing.assert_allclose(memory[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("source_eos", [True, False])
+def test_source_eos_is_a_matter_of_the_data(source_eos):
+    _, model, params, src, tgt_in = model_and_inputs("paper")
+    other = Transformer(dataclasses.replace(model.config, source_eos=source_eos))
+    np.testing.assert_array_equal(apply(other, params, src, tgt_in), apply(model, params, src, tgt_in))
+
+
+# ---------------------------------------------------------------------------------------- who may influence whom
+
+# Every position of every row has a token of its own, so the gradient with respect to the embedding table is the
+# gradient with respect to what stands at that position. The tables are not tied, so they occur nowhere else.
+PAD = 0
+SRC = np.array([[4, 5, 6], [7, 8, PAD], [PAD, PAD, PAD]], np.int32)
+TGT_IN = np.array([[1, 4, 5, 6], [2, 7, PAD, 8], [3, 9, 10, 11]], np.int32)  # a hole in row 1, to be thorough
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+def test_gradients_are_zero_where_nothing_may_be_attended_to(norm_position):
+    config = tiny(vocab_size=12, tie_embeddings="none", norm_position=norm_position, attention_bias=True)
+    model, params = Transformer(config), as_float32(random_params(config))
+    weights = np.random.default_rng(1).normal(size=12).astype(np.float32)
+
+    def outputs(source_table, target_table):
+        changed = params | {"source_embedding": {"table": source_table}, "target_embedding": {"table": target_table}}
+        return apply(model, changed, SRC, TGT_IN) @ weights
+
+    tables = params["source_embedding"]["table"], params["target_embedding"]["table"]
+    by_source, by_target = jax.jit(jax.jacrev(outputs, argnums=(0, 1)))(*tables)
+    assert np.isfinite(by_source).all()
+    assert np.isfinite(by_target).all()
+
+    may_source, may_target = np.zeros((2, 3, 4, 12), bool)
+    for row in range(3):
+        for query in range(4):
+            may_source[row, query, [token for token in SRC[row] if token != PAD]] = True
+            for key in range(query + 1):  # padding is seen by itself alone, through the residual connection
+                may_target[row, query, TGT_IN[row, key]] |= TGT_IN[row, key] != PAD or key == query
+    np.testing.assert_array_equal((by_source != 0).any(-1), may_source)
+    np.testing.assert_array_equal((by_target != 0).any(-1), may_target)
+
+
+def test_start_token_is_seen_even_if_it_is_padding():
+    config = tiny(decoder_start="pad", tie_embeddings="none", source_vocab_size=11)
+    model, params = Transformer(config), as_float32(random_params(config))
+    src, tgt_in = np.array([[4, 5]], np.int32), np.array([[0, 4, 5]], np.int32)
+
+    def last_logit(table):
+        return apply(model, params | {"target_embedding": {"table": table}}, src, tgt_in)[0, -1, 0]
+
+    gradient = jax.grad(last_logit)(params["target_embedding"]["table"])
+    np.testing.assert_array_equal(np.flatnonzero(gradient.any(-1)), [0, 4, 5])
+
+
+@pytest.mark.parametrize("name", ["paper", "everything else"])
+def test_empty_rows_give_no_nan(name):
+    """Row 2 has an empty source and row 3 is empty altogether: logits and gradients of the sum are finite."""
+    _, model, params, src, tgt_in = model_and_inputs(name)
+    logits, gradients = jax.value_and_grad(lambda p: jnp.square(apply(model, p, src, tgt_in)).sum())(params)
+    assert np.isfinite(logits)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    assert any(leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_padding_changes_nothing():
+    config, model, params, src, tgt_in = model_and_inputs("paper")
+    long_src = np.pad(src[:2], ((0, 0), (0, 3)), constant_values=config.pad_id)
+    long_tgt = np.pad(tgt_in[:2], ((0, 0), (0, 2)), constant_values=config.pad_id)
+    logits = apply(model, params, long_src, long_tgt)[:, :4]
+    np.testing.assert_allclose(logits, apply(model, params, src[:2], tgt_in[:2]), rtol=1e-5, atol=1e-6)
+
+
+def test_given_masks_override_padding():
+    """With masks that hide no padding the model is that of a pad_id that does not occur."""
+    config, model, params, src, tgt_in = model_and_inputs("paper")
+    src_mask = np.ones((4, 1, 1, 5), bool)
+    tgt_mask = np.tril(np.ones((4, 1, 4, 4), bool))
+    logits = apply(model, params, src, tgt_in, src_mask=src_mask, tgt_mask=tgt_mask)
+    src, tgt_in = src[:2], tgt_in[:2]
+    unused = min(set(range(config.vocab_size)) - set(src.flat) - set(tgt_in.flat) - {config.eos_id})
+    other = dataclasses.replace(config, pad_id=unused)
+    expected = reference.transformer(params, other, src, tgt_in)
+    np.testing.assert_allclose(logits[:2], expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(expected[1] - reference.transformer(params, config, src, tgt_in)[1]).max() > 1e-3
+    encoded = apply(model, params, src, src_mask=src_mask[:2], method="encode")
+    memory = reference.encoder(
+        params["encoder"], config, reference.embed(params, config, src[1], "source"), np.ones(5, bool)
+    )
+    np.testing.assert_allclose(encoded[1], memory, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- the cache
+
+
+def recorded(method_name, record):
+    """An interceptor that calls `record(module, arguments, result)` after each call of a method of that name."""
+
+    def interceptor(next_function, args, kwargs, context):
+        result = next_function(*args, **kwargs)
+        if context.method_name == method_name:
+            record(context.module, args, result)
+        return result
+
+    return nn.intercept_methods(interceptor)
+
+
+@pytest.mark.parametrize("name", **every_config)
+def test_decoding_with_the_cache_is_decoding_without(name):
+    config, model, params, src, tgt_in = model_and_inputs(name)
+    src_mask = (src != config.pad_id)[:, None, None, :]
+    rows = [0, 2]  # a source, and an empty one; targets without padding
+    src, src_mask, tgt_in = src[rows], src_mask[rows], tgt_in[rows]
+    memory = apply(model, params, src, method="encode")
+    expected = apply(model, params, tgt_in, memory, src_mask, method="decode")
+    max_length = 6  # more than needed: what is not filled must not be seen
+    cache = apply(model, params, memory, src_mask, max_length, method="init_cache")
+    for layer in cache.past:
+        assert layer.key.shape == (2, 6, config.decoder.num_heads, config.decoder.d_k)
+        assert layer.value.shape == (2, 6, config.decoder.num_heads, config.decoder.d_v)
+    assert len(cache.past) == len(cache.cross) == config.decoder.num_layers
+    for position in range(4):
+        assert cache.position == position
+        logits, cache = apply(model, params, tgt_in[:, position], cache, method="decode_step")
+        np.testing.assert_allclose(logits, expected[:, position], rtol=1e-5, atol=1e-5)
+
+
+def test_cross_keys_and_values_are_computed_once():
+    config, model, params, src, tgt_in = model_and_inputs("decoder's own heads")
+    src_mask = (src != config.pad_id)[:, None, None, :]
+    memory = apply(model, params, src, method="encode")
+    paths: list[str] = []
+    with recorded("keys_values", lambda module, args, result: paths.append("/".join(module.path))):
+        cache = apply(model, params, memory, src_mask, 4, method="init_cache")
+        assert paths == [f"decoder/layer_{i}/cross_attention" for i in range(3)]
+        paths.clear()
+        _, after = apply(model, params, tgt_in[:, 0], cache, method="decode_step")
+        assert paths == [f"decoder/layer_{i}/self_attention" for i in range(3)]
+    for before_layer, after_layer in zip(cache.cross, after.cross, strict=True):
+        assert before_layer.key is after_layer.key
+        assert before_layer.value is after_layer.value
+
+
+# ------------------------------------------------------------------------------------------------- dtypes, lengths
+
+
+def test_bfloat16_computes_logits_in_float32():
+    config, _, params, src, tgt_in = model_and_inputs("paper")
+    model = Transformer(dataclasses.replace(config, dtype="bfloat16"))
+    dtypes: dict[str, set[str]] = {"weights": set(), "layer_norm_output": set()}
+    with recorded("weights", lambda module, args, result: dtypes["weights"].add(str(result.dtype))):
+        logits = apply(model, params, src, tgt_in)
+    assert dtypes["weights"] == {"float32"}
+    assert logits.dtype == jnp.float32
+    assert apply(model, params, src, method="encode").dtype == jnp.bfloat16
+    expected = reference.transformer(params, config, src, tgt_in)
+    assert 1e-4 < np.abs(logits - expected).max() < 0.15  # it was computed in bfloat16, and near enough
+
+
+def test_cache_in_bfloat16():
+    config, _, params, src, tgt_in = model_and_inputs("paper")
+    model = Transformer(dataclasses.replace(config, dtype="bfloat16"))
+    src_mask = (src != config.pad_id)[:, None, None, :]
+    memory = apply(model, params, src, method="encode")
+    cache = apply(model, params, memory, src_mask, 4, method="init_cache")
+    assert {leaf.dtype for leaf in jax.tree.leaves((cache.past, cache.cross))} == {jnp.dtype("bfloat16")}
+    logits, cache = apply(model, params, tgt_in[:, 0], cache, method="decode_step")
+    assert logits.dtype == jnp.float32
+    expected = apply(model, params, src, tgt_in)[:, 0]
+    np.testing.assert_allclose(logits, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_param_dtype_is_honoured(param_dtype):
+    for name in ("torch", "everything else"):
+        config = dataclasses.replace(CONFIGS[name], param_dtype=param_dtype, logits_bias=True)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(abstract_params(config))} == {param_dtype}
+
+
+@pytest.mark.parametrize("field", ["dtype", "param_dtype"])
+def test_float64_needs_x64(field):
+    with pytest.raises(UserError, match=rf"model\.{field}.* 'float64'.*jax_enable_x64"):
+        abstract_params(tiny(**{field: "float64"}))
+
+
+def test_sinusoids_have_no_end():
+    config = tiny(max_length=4)
+    model, params = Transformer(config), as_float32(random_params(config))
+    src = np.resize(np.arange(4, 11, dtype=np.int32), (1, 40))
+    tgt_in = src[:, :33]
+    expected = reference.transformer(params, config, src, tgt_in)
+    np.testing.assert_allclose(apply(model, params, src, tgt_in), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("src_length", "tgt_length"), [(5, 3), (3, 5)])
+def test_learned_positions_have_an_end(src_length, tgt_length):
+    config = tiny(positions="learned", max_length=6, position_offset=2)
+    model, params = Transformer(config), as_float32(random_params(config))
+    ids = np.full((1, 8), 4, np.int32)
+    assert apply(model, params, ids[:, :4], ids[:, :4]).shape == (1, 4, 11)
+    with pytest.raises(UserError, match=r"5 tokens .*position_offset 2.*max_length 6"):
+        apply(model, params, ids[:, :src_length], ids[:, :tgt_length])
+
+
+# --------------------------------------------------------------------------------------------------- what one can ask
+
+
+def test_attention_maps():
+    config, model, params, src, tgt_in = model_and_inputs("decoder's own sizes")
+    maps = attention_maps(model, *to_jax((params, src, tgt_in)))
+    assert {name: value.shape for name, value in maps.items()} == {
+        "encoder/layer_0/self_attention": (4, 2, 5, 5),
+        "encoder/layer_1/self_attention": (4, 2, 5, 5),
+        "decoder/layer_0/self_attention": (4, 4, 4, 4),
+        "decoder/layer_0/cross_attention": (4, 4, 4, 5),
+    }
+    may_source = np.broadcast_to((src != config.pad_id)[:, None, None, :], (4, 1, 5, 5))
+    may_target = np.stack([reference.target_mask(config, row) for row in tgt_in])[:, None]
+    for name, may in {
+        "encoder/layer_0/self_attention": may_source,
+        "encoder/layer_1/self_attention": may_source,
+        "decoder/layer_0/self_attention": may_target,
+        "decoder/layer_0/cross_attention": may_source[:, :, :4],
+    }.items():
+        np.testing.assert_array_equal(maps[name] > 0, np.broadcast_to(may, maps[name].shape))
+        any_allowed = np.broadcast_to(may.any(-1), maps[name].shape[:-1])
+        np.testing.assert_allclose(maps[name].sum(-1), any_allowed.astype(float), atol=1e-6)
+
+
+def test_attention_maps_are_the_reference():
+    config, model, params, src, tgt_in = model_and_inputs("paper")
+    weights = attention_maps(model, *to_jax((params, src, tgt_in)))["encoder/layer_0/self_attention"]
+    layer, x = params["encoder"]["layer_0"]["self_attention"], reference.embed(params, config, src[1], "source")
+    mask = np.stack([reference.source_mask(config, src[1])] * 5)
+    for head in range(2):
+        query, key = (x @ layer[name]["kernel"][:, head] for name in ("query", "key"))
+        expected = reference.attention_weights(query, key, mask)
+        np.testing.assert_allclose(weights[1, head], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_flax_nnx_wraps_the_model():
+    _, model, params, src, tgt_in = model_and_inputs("paper")
+    wrapped = bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(*to_jax((src, tgt_in)))
+    assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))) == jax.tree.map(np.shape, params)
+    state = nnx.state(wrapped, nnx.Param)
+    nnx.replace_by_pure_dict(state, params)
+    nnx.update(wrapped, state)
+    np.testing.assert_array_equal(wrapped(*to_jax((src, tgt_in))), apply(model, params, src, tgt_in))
+
+
+def test_one_trace_for_each_shape():
+    _, model, params, _, _ = model_and_inputs("paper")
+    traces = []
+
+    @jax.jit
+    def logits(params, src, tgt_in):
+        traces.append((src.shape, tgt_in.shape))
+        return apply(model, params, src, tgt_in)
+
+    shapes = [((1, 2), (1, 3)), ((1, 3), (1, 2)), ((2, 2), (2, 3))]
+    for seed in range(3):
+        tokens = np.random.default_rng(seed).integers(0, 11, 6, dtype=np.int32)
+        for src, tgt_in in shapes:
+            logits(params, np.resize(tokens, src), np.resize(tokens, tgt_in))
+    assert traces == shapes
+
+
+def test_one_trace_for_all_steps_of_a_cache():
+    config, model, params, src, tgt_in = model_and_inputs("learned")
+    traces = []
+
+    @jax.jit
+    def step(params, tokens, cache):
+        traces.append(tokens.shape)
+        return apply(model, params, tokens, cache, method="decode_step")
+
+    memory = apply(model, params, src, method="encode")
+    cache = apply(model, params, memory, (src != config.pad_id)[:, None, None], 4, method="init_cache")
+    for position in range(4):
+        _, cache = step(params, tgt_in[:, position], cache)
+    assert traces == [(4,)]
+
+
+# Millions of parameters of Table 3's rows, with attention biases and 40,960 rows, the vocabulary of the first release
+# for this task: every one is the paper's figure (last column) when rounded.
+TABLE_3 = {
+    "base": ({}, 65.11, 65),
+    "B, d_k 16": ({"d_k": 16}, 58.02, 58),
+    "B, d_k 32": ({"d_k": 32}, 60.38, 60),
+    "C, N 2": ({"num_layers": 2}, 35.68, 36),
+    "C, N 4": ({"num_layers": 4}, 50.40, 50),
+    "C, N 8": ({"num_layers": 8}, 79.82, 80),
+    "C, d_model 256": ({"d_model": 256, "d_k": 32, "d_v": 32}, 27.85, 28),
+    "C, d_model 1024": ({"d_model": 1024, "d_k": 128, "d_v": 128}, 167.94, 168),
+    "C, d_ff 1024": ({"d_ff": 1024}, 52.51, 53),
+    "C, d_ff 4096": ({"d_ff": 4096}, 90.30, 90),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_3)
+def test_table_3_counts(row):
+    changes, millions, paper = TABLE_3[row]
+    count = count_parameters(ModelConfig.base(40_960, attention_bias=True, **changes))
+    assert round(count / 1e6, 2) == millions
+    assert round(count / 1e6) == paper
+
+
+def test_row_a_keeps_the_count():
+    """Row A of Table 3 changes the number of heads and keeps h d_k."""
+    base = count_parameters(ModelConfig.base(100))
+    assert count_parameters(ModelConfig.base(100, num_heads=32)) == base
+    assert count_parameters(ModelConfig.base(100, num_heads=1)) == base
+
+
+def test_big_count():
+    assert round(count_parameters(ModelConfig.big(40_960, attention_bias=True)) / 1e6, 1) == 218.3
+
+
+def test_model_learns_nothing_of_its_own():
+    """No collection but the parameters: the model is a pure function of them."""
+    config = tiny(positions="learned", tie_embeddings="none", logits_bias=True)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    assert set(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)) == {"params"}
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+def dropouts(config, deterministic=False):
+    """What each dropout of a forward pass did: a list of (path of the module, its input, its output)."""
+    calls = []
+
+    def interceptor(next_function, args, kwargs, context):
+        result = next_function(*args, **kwargs)
+        if isinstance(context.module, nn.Dropout) and context.method_name == "__call__":
+            calls.append(("/".join(context.module.path), np.asarray(args[0]), np.asarray(result)))
+        return result
+
+    params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
+    with nn.intercept_methods(interceptor):
+        rngs = {"dropout": jax.random.key(0)}
+        apply(Transformer(config), params, src, tgt_in, deterministic=deterministic, rngs=rngs)
+    return calls
+
+
+PLACES = {
+    "residual_dropout": {
+        "dropout",
+        *(f"encoder/layer_{i}/connection/dropout" for i in range(2)),
+        *(f"decoder/layer_{i}/connection/dropout" for i in range(2)),
+    },
+    "attention_dropout": {
+        *(f"encoder/layer_{i}/self_attention/dropout" for i in range(2)),
+        *(f"decoder/layer_{i}/{name}_attention/dropout" for i in range(2) for name in ("self", "cross")),
+    },
+    "activation_dropout": {
+        f"{stack}/layer_{i}/feed_forward/dropout" for stack in ("encoder", "decoder") for i in (0, 1)
+    },
+}
+NO_DROPOUT = dict.fromkeys(PLACES, 0.0)
+
+
+@pytest.mark.parametrize("field", PLACES)
+def test_each_rate_acts_at_its_places(field):
+    config = tiny(**(NO_DROPOUT | {field: 0.5}))
+    calls = dropouts(config)
+    changed = {path for path, x, y in calls if not np.array_equal(x, y)}
+    assert changed == PLACES[field]
+    for path, x, y in calls:
+        if path in PLACES[field]:
+            np.testing.assert_array_equal(y[y != 0], 2 * x[y != 0])
+    if field == "residual_dropout":  # two sums of embeddings and positions, two sub-layers and three, in two layers
+        assert sum(path in PLACES[field] for path, _, _ in calls) == 2 + 2 * (2 + 3)
+        (src, tgt_in), params = sentences(config), as_float32(random_params(config))
+        sums = [x for path, x, _ in calls if path == "dropout"]
+        for x, ids, side in zip(sums, (src, tgt_in), ("source", "target"), strict=True):
+            np.testing.assert_allclose(x[0], reference.embed(params, config, ids[0], side), rtol=1e-5, atol=1e-5)
+    elif field == "attention_dropout":
+        assert {x.shape for path, x, _ in calls if path in PLACES[field]} == {(4, 2, 5, 5), (4, 2, 4, 4), (4, 2, 4, 5)}
+    else:
+        assert {x.shape[-1] for path, x, _ in calls if path in PLACES[field]} == {config.d_ff}
+
+
+def test_deterministic_means_no_dropout():
+    rates = dict.fromkeys(PLACES, 0.5)
+    assert all(np.array_equal(x, y) for _, x, y in dropouts(tiny(**rates), deterministic=True))
+    _, model, params, src, tgt_in = model_and_inputs("paper")
+    noisy = Transformer(dataclasses.replace(model.config, **rates))
+    expected = apply(model, params, src, tgt_in)
+    np.testing.assert_array_equal(apply(noisy, params, src, tgt_in), expected)
+
+
+def test_dropout_needs_a_key_and_depends_on_it():
+    _, model, params, src, tgt_in = model_and_inputs("paper")
+
+    def logits(**rngs):
+        return apply(model, params, src, tgt_in, deterministic=False, rngs=rngs)
+
+    with pytest.raises(nn.module.errors.InvalidRngError, match="dropout"):
+        logits()
+    first, again, other = (logits(dropout=jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert not np.array_equal(first, apply(model, params, src, tgt_in))

@@ -1,0 +1,71 @@
+"""Recipes: the built-in one, those of configs/, and what a recipe file may get wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.config import Config
+from transformer_jax.errors import UserError
+from transformer_jax.recipes import load_recipe, numbers_config
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def write(folder, text, name="recipe.py"):
+    (folder / name).write_text("from transformer_jax import Config, ModelConfig\n" + text)
+    return str(folder / name)
+
+
+def test_the_default_recipe_is_that_of_its_file():
+    assert load_recipe(str(CONFIGS / "numbers.py")) == numbers_config()
+
+
+def test_the_default_recipe_keeps_the_terms_of_its_task():
+    config = numbers_config()
+    assert config.data.source == "numbers"
+    assert config.data.numbers_train <= 50_000, "at most 5 % of the numbers below a million are seen"
+    assert config.data.numbers_test == 2_000
+    assert config.training.checkpoint_seconds <= 5
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_is_a_valid_config_that_survives_json(path):
+    config = load_recipe(str(path))
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
+    recipe = write(tmp_path, "def get_config(name='512'): return Config(model=ModelConfig(d_model=int(name)))")
+    assert load_recipe(recipe).model.d_model == 512
+    assert load_recipe(f"{recipe}:64").model.d_model == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("config = Config()", "", r"recipe\.py defines no get_config\(\)"),
+        ("get_config = Config()", "", r"recipe\.py defines no get_config\(\)"),
+        ("def get_config(): return {}", "", r"get_config\(\) returned dict; it must return a Config"),
+        ("def get_config(): return Config()", ":big", "one recipe only: leave out ':big'"),
+        ("def get_config(name): return Config()", "", r"several recipes: name one, as .*recipe\.py:NAME"),
+        ("def get_config(:", "", r"recipe\.py, line 2: "),
+        ("def get_config(): return Config(model=ModelConfig(d_model=0))", "", r"model\.d_model is 0"),
+    ],
+)
+def test_what_a_recipe_gets_wrong_is_said(tmp_path, text, suffix, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write(tmp_path, text) + suffix)
+
+
+def test_a_file_that_is_missing_or_not_python(tmp_path):
+    with pytest.raises(UserError, match="no such recipe; give a Python file"):
+        load_recipe(str(tmp_path / "nothing.py"))
+    with pytest.raises(UserError, match="is no Python file"):
+        load_recipe(write(tmp_path, "", "recipe.txt"))
+    with pytest.raises(UserError, match="no such recipe"):
+        load_recipe(str(tmp_path))
+
+
+def test_the_shipped_recipes_name_theirs():
+    with pytest.raises(UserError, match="no recipe 'nope'; legal: raw, bpe10k"):
+        load_recipe(str(CONFIGS / "multi30k_en_de.py") + ":nope")

@@ -1,0 +1,157 @@
+"""The same training on every mesh of eight simulated devices, and the table of which array lies where."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from tiny import MODEL, assert_close, make_batch, make_config, train
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import abstract_params
+from transformer_jax.training.sharding import make_mesh, partition_spec, put_batch, row_multiple, tree_shardings
+
+SPECS = {
+    "embedding/table": P("tensor", "fsdp"),
+    "ATTENTION/query/kernel": P("fsdp", "tensor", None),
+    "ATTENTION/key/kernel": P("fsdp", "tensor", None),
+    "ATTENTION/value/kernel": P("fsdp", "tensor", None),
+    "ATTENTION/output/kernel": P("tensor", None, "fsdp"),
+    "STACK/LAYER/feed_forward/inner/kernel": P("fsdp", "tensor"),
+    "STACK/LAYER/feed_forward/inner/bias": P("tensor"),
+    "STACK/LAYER/feed_forward/outer/kernel": P("tensor", "fsdp"),
+    "STACK/LAYER/feed_forward/outer/bias": P(),
+    "NORM/scale": P(),
+    "NORM/bias": P(),
+}
+MORE_SPECS = {
+    "source_embedding/table": P("tensor", "fsdp"),
+    "target_embedding/table": P("tensor", "fsdp"),
+    "source_positions/table": P("tensor", "fsdp"),
+    "target_positions/table": P("tensor", "fsdp"),
+    "output_projection/kernel": P("fsdp", "tensor"),
+    "logits_bias": P("tensor"),
+    "ATTENTION/query/bias": P("tensor", None),
+    "ATTENTION/key/bias": P("tensor", None),
+    "ATTENTION/value/bias": P("tensor", None),
+    "ATTENTION/output/bias": P(),
+}
+VARIANT = ModelConfig.base(
+    64, attention_bias=True, logits_bias=True, positions="learned", tie_embeddings="none", final_norm=True
+)
+
+
+def paths(tree):
+    """{"encoder/layer_0/...": leaf}"""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def short(path):
+    """A path without what the table doesn't distinguish."""
+    path = re.sub(r"^(encoder|decoder)/(layer_\d+/)?\w+_norm/", "NORM/", path)
+    path = re.sub(r"^(encoder|decoder)/layer_\d+/(self|cross)_attention/", "ATTENTION/", path)
+    return re.sub(r"^(encoder|decoder)/layer_\d+/", "STACK/LAYER/", path)
+
+
+@pytest.mark.parametrize(
+    ("config", "specs"),
+    [
+        (ModelConfig.base(64), SPECS),
+        (VARIANT, {name: spec for name, spec in (SPECS | MORE_SPECS).items() if name != "embedding/table"}),
+    ],
+    ids=["base", "variant"],
+)
+def test_every_parameter_lies_where_the_table_says(config, specs):
+    leaves = paths(abstract_params(config))
+    assert {short(path): partition_spec(path) for path in leaves} == specs
+    for path, leaf in leaves.items():
+        assert len(partition_spec(path)) in (0, len(leaf.shape)), path
+
+
+def test_an_optimiser_state_lies_where_its_parameter_lies():
+    assert partition_spec("opt_state/0/mu/embedding/table") == P("tensor", "fsdp")
+    assert partition_spec("opt_state/0/count") == P()
+    assert partition_spec("step") == P()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    """The same batches for every mesh: rows for eight devices in two parts."""
+    return lambda position: (make_batch(position + i, rows=16) for i in range(100))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, batches):
+    """Losses, and the state, of four steps on one device."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    outcome = train(folder, make_config(), batches=batches)
+    return losses(folder), jax.tree.map(np.array, outcome.state)
+
+
+def losses(folder):
+    """What `metrics.jsonl` says of each step."""
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8), (4, 2, 1)])
+def test_eight_devices_learn_what_one_learns(sizes, alone, batches, tmp_path):
+    assert MODEL.residual_dropout > 0  # the random bits are the same on any mesh
+    mesh = make_mesh(*sizes)
+    outcome = train(tmp_path / "run", make_config(), mesh=mesh, batches=batches)
+    assert len(alone[0]) == 4
+    np.testing.assert_allclose(losses(tmp_path / "run"), alone[0], rtol=1e-5)
+    assert_close(outcome.state.opt_state, alone[1].opt_state, rtol=1e-3, atol=1e-5)
+    # Every array is where the table says: parameters, and both moments of Adam alike.
+    wanted = paths(tree_shardings(outcome.state.params, mesh))
+    adam = outcome.state.opt_state[0]
+    for tree in (outcome.state.params, adam.mu, adam.nu):
+        for path, leaf in paths(tree).items():
+            assert leaf.sharding.is_equivalent_to(wanted[path], leaf.ndim), path
+    table = outcome.state.params["embedding"]["table"]
+    assert table.addressable_shards[0].data.shape == (16 // sizes[2], 16 // sizes[1])
+    assert adam.count.sharding.is_fully_replicated
+
+
+def test_accumulation_on_many_devices_is_the_same_update(batches, tmp_path):
+    """Without dropout: its bits depend on how a batch is cut in time."""
+    quiet = dataclasses.replace(make_config(num_steps=1), model=dataclasses.replace(MODEL, residual_dropout=0.0))
+    parts = dataclasses.replace(quiet, training=dataclasses.replace(quiet.training, accumulate=2))
+    train(tmp_path / "whole", quiet, batches=batches)
+    train(tmp_path / "parts", parts, mesh=make_mesh(2, 2, 2), batches=batches)
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_mesh_takes_what_is_left_for_data():
+    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(fsdp=2, tensor=2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert row_multiple(make_mesh(2, 2, 2)) == 4
+    assert row_multiple(make_mesh(1, 1, 8), accumulate=3) == 3
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 1), (8, 2, 1), (-1, 3, 1), (-1, 16, 1), (1, 1, 1)])
+def test_axes_that_do_not_multiply_to_the_devices(sizes):
+    message = f"training.mesh_data {sizes[0]}, mesh_fsdp {sizes[1]} and mesh_tensor {sizes[2]} do not multiply to the 8"
+    with pytest.raises(UserError, match=message):
+        make_mesh(*sizes)
+
+
+def test_an_axis_that_does_not_divide_names_both():
+    tree = {"embedding": {"table": jax.ShapeDtypeStruct((37, 16), jnp.float32)}}
+    message = r"training.mesh_tensor 8 does not divide axis 0 of embedding/table, which has the shape \(37, 16\)"
+    with pytest.raises(UserError, match=message):
+        tree_shardings(tree, make_mesh(1, 1, 8))
+    assert tree_shardings(tree, make_mesh(1, 8, 1))["embedding"]["table"].spec == P("tensor", "fsdp")
+
+
+def test_rows_of_a_batch_are_split_over_data_and_fsdp():
+    batch = make_batch(0)
+    put = put_batch(batch, make_mesh(2, 2, 2))
+    for rows, array in zip(batch, put, strict=True):
+        np.testing.assert_array_equal(array, rows)
+        assert {shard.data.shape for shard in array.addressable_shards} == {(2, rows.shape[1])}
