@@ -18,11 +18,16 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by accident is an error
 
+# What one test has compiled, another need not compile again.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 # No test asks a network, nor reads or fills the caches in the user's home.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 _own_folder = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _own_folder = tempfile.TemporaryDirectory(prefix="transformer-jax-tests-")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(_own_folder.name, "compiled"))
     os.environ["HF_HOME"] = os.path.join(_own_folder.name, "huggingface")
     os.environ["TFDS_DATA_DIR"] = os.path.join(_own_folder.name, "tensorflow_datasets")
 

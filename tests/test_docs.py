@@ -15,7 +15,6 @@ PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```bash" in pag
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_bash_blocks_run(page, tmp_path):
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
     shutil.copy(ROOT / "train.py", tmp_path)
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

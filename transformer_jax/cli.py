@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.errors import UserError
+from transformer_jax.errors import UserError, first_line
 from transformer_jax.malloc import tune_malloc
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
@@ -71,8 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if show_traceback:
             raise
-        first = (str(error).strip() or "no message").splitlines()[0]
-        print(f"error: {type(error).__name__}: {first[:500]}\nrun again with --traceback to see where", file=sys.stderr)
+        print(f"error: {first_line(error)}\nrun again with --traceback to see where", file=sys.stderr)
         return 1
     return 0
 

@@ -45,6 +45,11 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
     Raises:
         UserError: anything that the user can put right.
     """
+    if config.decoding.checkpoint not in ("last", "best") and not config.training.average_last:
+        raise UserError(
+            f"decoding.checkpoint is {config.decoding.checkpoint!r} and training.average_last 0: the test after "
+            "the last step can take last or best, or average with training.average_last"
+        )
     run = RunFolder(Path(workdir))
     _forget_failed_start(run)
     run.open_for_training(config)

@@ -25,21 +25,21 @@ def numbers_config() -> Config:
             d_ff=512,
             norm_epsilon=1e-5,
         ),
-        data=DataConfig(source="numbers", batch_tokens=3_600, max_shapes=3),
+        data=DataConfig(source="numbers", batch_tokens=2_048, max_shapes=2),
         tokenizer=TokenizerConfig(kind="bpe"),
         training=TrainingConfig(
-            num_steps=450,
+            num_steps=390,
             schedule="inverse_sqrt",
-            warmup_steps=400,
+            warmup_steps=150,
             peak_learning_rate=2e-3,
             log_every=10,
-            validate_every=150,
+            validate_every=195,
             valid_sentences=200,
             checkpoint_every=50,
             checkpoint_seconds=4.0,
             keep_checkpoints=3,
         ),
-        decoding=DecodingConfig(beam_size=4, max_extra=50),
+        decoding=DecodingConfig(length_penalty="power", alpha=1.0, batch_tokens=1_024),
     )
 
 

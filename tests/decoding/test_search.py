@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding import search
+from transformer_jax.decoding import stopping
 from transformer_jax.decoding.search import SearchResult, beam_search, greedy_search, reorder_rows, token_log_probs
 
 PAD, EOS, START, UNK = 0, 1, 2, 3
@@ -219,18 +219,18 @@ def test_forbidden_ids_are_never_generated():
     ("k", "n", "eos_bonus", "kind", "alpha"),
     [
         (1, 1, 1.0, "gnmt", 0.6),
-        (2, 1, 1.0, "none", 0.6),
+        (3, 1, 3.0, "none", 0.6),
         (3, 3, 2.0, "power", 1.0),
         (3, 2, 2.0, "gnmt", 0.0),
-        (4, 2, -1.0, "power", 0.6),
+        (4, 1, 2.5, "power", 2.0),
         (5, 5, 0.0, "gnmt", 1.5),
     ],
 )
 def test_rules_agree_with_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
     """One batch of sentences with limits of their own; each agrees with the loop over that sentence alone."""
     model = Model(13, eos_bonus)
-    sentences = list(range(100, 116))
-    limits = [1 + i % 9 for i in range(16)]
+    sentences = list(range(100, 132))
+    limits = [1 + i % 9 for i in range(32)]
     options = {"stopping": stopping, "length_penalty": kind, "alpha": alpha, "forbidden_ids": (UNK,)}
     result = beams(model, sentences, limits, k=k, n_best=n, width=11, **options)
     for row, (sentence, limit) in enumerate(zip(sentences, limits, strict=True)):
@@ -261,7 +261,7 @@ def test_paper_stops_early_with_the_result_of_never_stopping(monkeypatch, alpha,
     def never(progress, length, setting):
         return jnp.zeros_like(setting.limits, bool)
 
-    monkeypatch.setitem(search._RULES, "paper", search._RULES["paper"]._replace(is_done=never))
+    monkeypatch.setitem(stopping.RULES, "paper", stopping.RULES["paper"]._replace(is_done=never))
     model = Model(12, 2.5)
     full = beams(model, range(20), [40] * 20, **options)
     jax.effects_barrier()

@@ -21,8 +21,10 @@ from transformer_jax.evaluation import evaluate as module
 from transformer_jax.evaluation.evaluate import Validation, evaluate_pairs, perplexity, reference_texts
 from transformer_jax.evaluation.scores import score_corpus
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.training.sharding import make_mesh
+from transformer_jax.training.sharding import make_mesh, replicated
 from transformer_jax.types import SPECIAL_TOKENS
+
+MESH = make_mesh(-1, 1, 1)  # all simulated devices, as in training
 
 
 @pytest.fixture(scope="session")
@@ -100,8 +102,9 @@ def test_validation_gives_loss_scores_and_other_samples_each_time(tiny, translat
     training = dataclasses.replace(tiny.config.training, valid_sentences=4, num_samples=2, validate_every=10)
     config = dataclasses.replace(tiny.config, training=training)
     encoded = encode_pairs(pairs, translator.tokenizers, config.model)
-    validate = Validation(config, pairs, encoded, translator.tokenizers, make_mesh(-1, 1, 1))
-    first, second = validate(translator.params, 10), validate(translator.params, 20)
+    validate = Validation(config, pairs, encoded, translator.tokenizers, MESH)
+    params = jax.device_put(translator.params, replicated(MESH))
+    first, second = validate(params, 10), validate(params, 20)
     loss = mean_loss(translator, pairs)
     assert first.metrics["valid_loss"] == pytest.approx(loss, rel=1e-5)
     assert first.metrics["valid_perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
@@ -121,7 +124,8 @@ def test_validation_without_sentences_translates_nothing(tiny, translator, monke
     config = dataclasses.replace(tiny.config, training=training)
     encoded = encode_pairs(pairs, translator.tokenizers, config.model)
     monkeypatch.setattr(module, "Translator", lambda *_: pytest.fail("translated"))
-    evaluation = Validation(config, pairs, encoded, translator.tokenizers, make_mesh(-1, 1, 1))(translator.params, 1)
+    params = jax.device_put(translator.params, replicated(MESH))
+    evaluation = Validation(config, pairs, encoded, translator.tokenizers, MESH)(params, 1)
     assert evaluation.metrics.keys() == {"valid_loss", "valid_perplexity"}
     assert not evaluation.samples
 

@@ -330,7 +330,7 @@ def test_flax_nnx_wraps_the_model():
     wrapped = bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(*to_jax((src, tgt_in)))
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))) == jax.tree.map(np.shape, params)
     state = nnx.state(wrapped, nnx.Param)
-    nnx.replace_by_pure_dict(state, params)
+    nnx.replace_by_pure_dict(state, to_jax(params))
     nnx.update(wrapped, state)
     np.testing.assert_array_equal(wrapped(*to_jax((src, tgt_in))), apply(model, params, src, tgt_in))
 

@@ -7,37 +7,20 @@ for it does not depend on the others.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.decoding import scoring
+from transformer_jax.decoding.hypotheses import SearchResult, best_of, concatenate, divide, take, where
 from transformer_jax.decoding.scoring import LengthPenalty
+from transformer_jax.decoding.stopping import RULES, Progress, Setting, Stopping
 
 State = Any  # a pytree of arrays: the key-value cache of a model, say
 StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
 ReorderFn = Callable[[State, Int[Array, "rows"]], State]
-Stopping = Literal["paper", "huggingface", "ctranslate2"]
-
-
-class SearchResult(NamedTuple):
-    """Hypotheses of each sentence, best first."""
-
-    tokens: Int[Array, "b n l"]
-    """The start token left out, EOS included where the hypothesis came to one, PAD after it."""
-    scores: Float[Array, "b n"]
-    """What the hypotheses are ranked by: log-probability / length penalty. -inf: there is no such hypothesis."""
-    lengths: Int[Array, "b n"]
-    """Tokens that are not padding, EOS counted."""
-    log_probs: Float[Array, "b n"]
-    """log P(y | x), the sum over the tokens."""
-
-
-# ------------------------------------------------------------------------------------------------------ greedy search
 
 
 class _Greedy(NamedTuple):
@@ -120,94 +103,12 @@ def greedy_search(
     )
 
 
-# ------------------------------------------------------------------------------------- where the stopping rules differ
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """The numbers of a beam search that the stopping rules look at."""
-
-    beam_size: int
-    n_best: int
-    alpha: float
-    length_penalty: LengthPenalty
-    limits: Int[Array, "b"]
-
-    def penalty(self, lengths: Int[Array, "..."]) -> Float[Array, "..."]:
-        return scoring.length_penalty(self.length_penalty, lengths, self.alpha)
-
-    @property
-    def unpenalised(self) -> bool:
-        return self.length_penalty == "none" or self.alpha == 0
-
-
-class _Progress(NamedTuple):
-    """What is known of each sentence after a step."""
-
-    live: SearchResult
-    """The k best hypotheses that go on, best first."""
-    finished: SearchResult
-    """The k best that ended, best first; a score of -inf is a free place."""
-    num_finished: Int[Array, "b"]
-    """How many ended so far, kept or not."""
-    top_finished: Bool[Array, "b"]
-    """Whether the best continuation of some step was an end."""
-
-
-def _paper_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
-    """No live hypothesis can still enter the n best.
-
-    Log-probabilities only fall, so its score is at most log-probability / penalty with the largest penalty ahead: the
-    one at the limit, or, for a negative alpha, at the next token. What merely ties with the n-th best comes after it.
-    """
-    penalty = jnp.maximum(setting.penalty(length + 1), setting.penalty(setting.limits))
-    return progress.finished.scores[:, setting.n_best - 1] >= _divide(progress.live.log_probs[:, 0], penalty)
-
-
-def _huggingface_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
-    """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them.
-
-    A heuristic: with a penalty that grows with the length a live hypothesis may well get better later.
-    """
-    worst = progress.finished.scores[:, -1]
-    return (worst > -jnp.inf) & (worst >= _divide(progress.live.log_probs[:, 0], setting.penalty(length)))
-
-
-def _ctranslate2_is_done(progress: _Progress, length: Int[Array, ""], setting: _Setting) -> Bool[Array, "b"]:
-    """k have finished, however they score. With no penalty: n have, and the best continuation of a step was an end."""
-    if setting.unpenalised:
-        return progress.top_finished & (progress.num_finished >= setting.n_best)
-    return progress.num_finished >= setting.beam_size
-
-
-class _Rule(NamedTuple):
-    """A stopping rule: when a sentence is done, and the small habits of the software it is named after."""
-
-    is_done: Callable[[_Progress, Int[Array, ""], _Setting], Bool[Array, "b"]]
-    only_best_k: bool
-    """An end counts only among the k best continuations of a step, not among all 2k that are looked at."""
-    ends_at_limit: bool
-    """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
-    renormalise: bool
-    """The forbidden ids leave the softmax, rather than being struck out after it."""
-
-
-_RULES: dict[Stopping, _Rule] = {
-    "paper": _Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False),
-    "huggingface": _Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False),
-    "ctranslate2": _Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True),
-}
-
-
-# -------------------------------------------------------------------------------------------------------- beam search
-
-
 class _Beam(NamedTuple):
     """What the loop of `beam_search` carries."""
 
     step: Int[Array, ""]
     last: Int[Array, "b*k"]
-    progress: _Progress
+    progress: Progress
     done: Bool[Array, "b"]
     state: State
 
@@ -271,12 +172,12 @@ def beam_search(
     """
     if not 1 <= n_best <= beam_size:
         raise ValueError(f"n_best is {n_best} and beam_size {beam_size}; n_best must be from 1 to beam_size")
-    if stopping not in _RULES:
-        raise ValueError(f"stopping is {stopping!r}; it must be one of {', '.join(_RULES)}")
-    rule = _RULES[stopping]
+    if stopping not in RULES:
+        raise ValueError(f"stopping is {stopping!r}; it must be one of {', '.join(RULES)}")
+    rule = RULES[stopping]
     (b,), k = max_lengths.shape, beam_size
     limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
-    setting = _Setting(beam_size, n_best, alpha, length_penalty, limits)
+    setting = Setting(beam_size, n_best, alpha, length_penalty, limits)
     start = jnp.full((b * k,), start_id, jnp.int32)
     dtype = _score_dtype(step_fn, start, state)
 
@@ -292,8 +193,8 @@ def beam_search(
         log_probs, flat = jax.lax.top_k(log_probs.reshape(b, k * v), 2 * k)
         parents, tokens = flat // v, (flat % v).astype(jnp.int32)
         candidates = SearchResult(
-            tokens=_take(live, parents).tokens.at[:, :, search.step].set(tokens),
-            scores=_divide(log_probs, setting.penalty(length)),
+            tokens=take(live, parents).tokens.at[:, :, search.step].set(tokens),
+            scores=divide(log_probs, setting.penalty(length)),
             lengths=jnp.full_like(tokens, length),
             log_probs=log_probs,
         )
@@ -306,14 +207,14 @@ def beam_search(
             finishes &= (jnp.arange(2 * k) < k)[None]
         finishes &= log_probs > -jnp.inf
         offered = candidates._replace(scores=jnp.where(finishes, candidates.scores, -jnp.inf))
-        finished = _best(_concatenate(finished, offered), k)
+        finished = best_of(concatenate(finished, offered), k)
 
         # The k best of the others live on.
         live_log_probs, chosen = jax.lax.top_k(jnp.where(ends | finishes, -jnp.inf, log_probs), k)
-        live = _take(candidates, chosen)._replace(log_probs=live_log_probs)
-        live = live._replace(scores=_divide(live_log_probs, setting.penalty(length)))
+        live = take(candidates, chosen)._replace(log_probs=live_log_probs)
+        live = live._replace(scores=divide(live_log_probs, setting.penalty(length)))
 
-        progress = _Progress(
+        progress = Progress(
             live, finished, num_finished + jnp.sum(finishes, axis=1, dtype=jnp.int32), top_finished | finishes[:, 0]
         )
         done = rule.is_done(progress, length, setting) | at_limit | (live_log_probs[:, 0] == -jnp.inf)
@@ -321,7 +222,7 @@ def beam_search(
         return _Beam(
             step=length,
             last=jnp.take_along_axis(tokens, chosen, axis=1).reshape(b * k),
-            progress=jax.tree.map(lambda old, new: _where(search.done, old, new), search.progress, progress),
+            progress=jax.tree.map(lambda old, new: where(search.done, old, new), search.progress, progress),
             done=search.done | done,
             state=reorder_fn(state, rows.reshape(b * k)),
         )
@@ -340,7 +241,7 @@ def beam_search(
         _Beam(
             step=jnp.zeros((), jnp.int32),
             last=start,
-            progress=_Progress(first, nothing, jnp.zeros((b,), jnp.int32), jnp.zeros((b,), bool)),
+            progress=Progress(first, nothing, jnp.zeros((b,), jnp.int32), jnp.zeros((b,), bool)),
             done=limits <= 0,
             state=state,
         ),
@@ -350,13 +251,8 @@ def beam_search(
     live, finished, _, _ = found.progress
     num_kept = jnp.sum(finished.scores > -jnp.inf, axis=1)[:, None]
     place = jnp.arange(n_best)[None]
-    result = _take(_concatenate(finished, live), jnp.where(place < num_kept, place, k + place - num_kept))
-    return jax.tree.map(
-        lambda empty, full: _where(result.scores == -jnp.inf, empty, full), _take(nothing, place), result
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- shared pieces
+    result = take(concatenate(finished, live), jnp.where(place < num_kept, place, k + place - num_kept))
+    return jax.tree.map(lambda empty, full: where(result.scores == -jnp.inf, empty, full), take(nothing, place), result)
 
 
 def token_log_probs(
@@ -379,33 +275,3 @@ def _score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> j
     """The dtype of the log-probabilities, found without computing anything."""
     logits, _ = jax.eval_shape(step_fn, tokens, state)
     return jnp.promote_types(logits.dtype, jnp.float32)
-
-
-def _divide(log_probs: Float[Array, "..."], penalty: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The quotient in the dtype of the log-probabilities."""
-    return log_probs / penalty.astype(log_probs.dtype)
-
-
-def _take(hypotheses: SearchResult, places: Int[Array, "#b n"]) -> SearchResult:
-    """The hypotheses at these places of each sentence."""
-
-    def take(leaf: Array) -> Array:
-        index = jnp.broadcast_to(places, (leaf.shape[0], places.shape[-1]))
-        return jnp.take_along_axis(leaf, index.reshape(index.shape + (1,) * (leaf.ndim - 2)), axis=1)
-
-    return jax.tree.map(take, hypotheses)
-
-
-def _concatenate(first: SearchResult, second: SearchResult) -> SearchResult:
-    """Both lists, one after the other."""
-    return jax.tree.map(lambda one, other: jnp.concatenate([one, other], axis=1), first, second)
-
-
-def _best(hypotheses: SearchResult, n: int) -> SearchResult:
-    """The n best, best first; of equal ones the earlier."""
-    return _take(hypotheses, jax.lax.top_k(hypotheses.scores, n)[1])
-
-
-def _where(condition: Bool[Array, "..."], yes: Array, no: Array) -> Array:
-    """`jnp.where` with a condition on the leading axes."""
-    return jnp.where(condition.reshape(condition.shape + (1,) * (yes.ndim - condition.ndim)), yes, no)

@@ -45,7 +45,8 @@ def score_corpus(
     bleu, chrf = BLEU(tokenize=tokenize, lowercase=lowercase, force=True), CHRF(lowercase=lowercase)
     bleu_score = bleu.corpus_score(list(translations), [list(references)]).score
     chrf_score = chrf.corpus_score(list(translations), [list(references)]).score
-    equal = sum(translation == reference for translation, reference in zip(translations, references, strict=True))
+    folded = [[text.lower() if lowercase else text for text in texts] for texts in (translations, references)]
+    equal = sum(translation == reference for translation, reference in zip(*folded, strict=True))
     return CorpusScores(
         bleu=bleu_score,
         bleu_signature=str(bleu.get_signature()),

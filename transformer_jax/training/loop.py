@@ -93,6 +93,7 @@ def fit(
     writer = MetricsWriter(run, step)
     watch = _Watch()
     last_saved, last_save_time = step, time.monotonic()
+    first = step + 1
     with (
         Progress(step, training.num_steps) as progress,
         _Signals() as signals,
@@ -105,6 +106,10 @@ def fit(
             step += 1
             watch.add(step, metrics)
             progress.advance()
+            if step == first:
+                progress.say(
+                    f"first step after {time.monotonic() - last_save_time:.0f} s; each batch shape compiles once"
+                )
 
             if step % training.log_every == 0 or step == training.num_steps:
                 row = watch.row(float(fetch(schedule(step - 1))))

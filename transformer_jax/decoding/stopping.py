@@ -1,0 +1,92 @@
+"""When a beam search stops, and which hypotheses count as ended: the paper's rule and those of other software."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from transformer_jax.decoding import scoring
+from transformer_jax.decoding.hypotheses import SearchResult, divide
+from transformer_jax.decoding.scoring import LengthPenalty
+
+Stopping = Literal["paper", "huggingface", "ctranslate2"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The numbers of a beam search that the stopping rules look at."""
+
+    beam_size: int
+    n_best: int
+    alpha: float
+    length_penalty: LengthPenalty
+    limits: Int[Array, "b"]
+
+    def penalty(self, lengths: Int[Array, "..."]) -> Float[Array, "..."]:
+        """The length penalty of this search."""
+        return scoring.length_penalty(self.length_penalty, lengths, self.alpha)
+
+    @property
+    def unpenalised(self) -> bool:
+        """Whether scores are log-probabilities."""
+        return self.length_penalty == "none" or self.alpha == 0
+
+
+class Progress(NamedTuple):
+    """What is known of each sentence after a step."""
+
+    live: SearchResult
+    """The k best hypotheses that go on, best first."""
+    finished: SearchResult
+    """The k best that ended, best first; a score of -inf is a free place."""
+    num_finished: Int[Array, "b"]
+    """How many ended so far, kept or not."""
+    top_finished: Bool[Array, "b"]
+    """Whether the best continuation of some step was an end."""
+
+
+def _paper_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+    """No live hypothesis can still enter the n best.
+
+    Log-probabilities only fall, so its score is at most log-probability / penalty with the largest penalty ahead: the
+    one at the limit, or, for a negative alpha, at the next token. What merely ties with the n-th best comes after it.
+    """
+    penalty = jnp.maximum(setting.penalty(length + 1), setting.penalty(setting.limits))
+    return progress.finished.scores[:, setting.n_best - 1] >= divide(progress.live.log_probs[:, 0], penalty)
+
+
+def _huggingface_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+    """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them.
+
+    A heuristic: with a penalty that grows with the length a live hypothesis may well get better later.
+    """
+    worst = progress.finished.scores[:, -1]
+    return (worst > -jnp.inf) & (worst >= divide(progress.live.log_probs[:, 0], setting.penalty(length)))
+
+
+def _ctranslate2_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+    """k have finished, however they score. With no penalty: n have, and the best continuation of a step was an end."""
+    if setting.unpenalised:
+        return progress.top_finished & (progress.num_finished >= setting.n_best)
+    return progress.num_finished >= setting.beam_size
+
+
+class Rule(NamedTuple):
+    """A stopping rule: when a sentence is done, and the small habits of the software it is named after."""
+
+    is_done: Callable[[Progress, Int[Array, ""], Setting], Bool[Array, "b"]]
+    only_best_k: bool
+    """An end counts only among the k best continuations of a step, not among all 2k that are looked at."""
+    ends_at_limit: bool
+    """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
+    renormalise: bool
+    """The forbidden ids leave the softmax, rather than being struck out after it."""
+
+
+RULES: dict[Stopping, Rule] = {
+    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False),
+    "huggingface": Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False),
+    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True),
+}
