@@ -1,198 +1,29 @@
 """Greedy and beam search against enumeration and against plain loops, over models that depend on the whole prefix."""
 
-import functools
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from search_cases import (
+    EOS,
+    PAD,
+    PENALTIES,
+    REFERENCES,
+    START,
+    STOPPINGS,
+    UNK,
+    Model,
+    beams,
+    check,
+    enumerate_all,
+    quick_jit,
+    reference_paper,
+)
 
 from transformer_jax.decoding import stopping
-from transformer_jax.decoding.search import SearchResult, beam_search, greedy_search, reorder_rows, token_log_probs
-
-PAD, EOS, START, UNK = 0, 1, 2, 3
-STOPPINGS = ("paper", "huggingface", "ctranslate2")
-PENALTIES = (("gnmt", 0.6), ("gnmt", 1.5), ("power", 1.0), ("none", 0.6))
-
-
-# ------------------------------------------------------------------------------------------------------------ a model
-
-
-def extend(prefix, tokens):
-    """The hash (uint32) of a prefix and one more token; the same bits in NumPy and JAX."""
-    return (prefix ^ (tokens + 1).astype(prefix.dtype)) * np.uint32(2654435761) + np.uint32(12345)
-
-
-def random_logits(prefix, v, eos_bonus, xp):
-    """Logits `rows v` that depend on every token of the prefix, and look random: a hash of its hash and of the id."""
-    x = prefix[:, None] + xp.arange(v, dtype=xp.uint32)[None] * np.uint32(40503)
-    for shift, factor in ((15, 2246822519), (13, 3266489917), (16, 668265263)):
-        x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    logits = (x >> np.uint32(8)).astype(xp.float32) / np.float32(2**22)  # 0 to 4, exact
-    return logits + eos_bonus * (xp.arange(v) == EOS).astype(xp.float32)[None]
-
-
-class Model:
-    """`step` for the searches, `log_probs(prefix)` for the references. A sentence is a number."""
-
-    def __init__(self, v, eos_bonus=0.0, dtype=jnp.float32):
-        self.v, self.eos_bonus, self.dtype = v, eos_bonus, dtype
-        self.traces = self.steps = 0
-
-    def state(self, sentences, k=1):
-        rows = np.repeat(np.asarray(sentences, np.uint32), k)
-        return {"prefix": jnp.asarray(rows), "position": jnp.int32(0)}
-
-    def step(self, tokens, state):
-        self.traces += 1
-        jax.debug.callback(self._count)
-        prefix = extend(state["prefix"], tokens)
-        logits = random_logits(prefix, self.v, self.eos_bonus, jnp).astype(self.dtype)
-        return logits, {"prefix": prefix, "position": state["position"] + 1}
-
-    def _count(self):
-        self.steps += 1
-
-    def log_probs(self, sentence, prefix):
-        """Of the token after START and `prefix`: a list of floats, by NumPy in float64."""
-        value = np.array([sentence], np.uint32)
-        for token in (START, *prefix):
-            value = extend(value, np.array([token]))
-        logits = random_logits(value, self.v, self.eos_bonus, np)[0].astype(np.float64)
-        return list(logits - np.log(np.sum(np.exp(logits))))
-
-
-def quick_jit(function):
-    """`jax.jit` for the many small programs here: half the time to compile, none of the speed needed."""
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.lru_cache
-def compiled(model, k, width, reorder_fn, options):
-    """`beam_search` over a model, jitted: one function for all calls with these options."""
-
-    def run(state, limits):
-        return beam_search(
-            model.step,
-            state,
-            reorder_fn,
-            beam_size=k,
-            max_lengths=limits,
-            max_length=width,
-            start_id=START,
-            eos_id=EOS,
-            pad_id=PAD,
-            **dict(options),
-        )
-
-    return quick_jit(run)
-
-
-def beams(model, sentences, limits, *, k, width=None, reorder_fn=reorder_rows, **options) -> SearchResult:
-    """`beam_search`, jitted, as NumPy arrays."""
-    run = compiled(model, k, width or max(limits), reorder_fn, tuple(options.items()))
-    return jax.tree.map(np.asarray, run(model.state(sentences, k), jnp.asarray(limits)))
-
-
-def penalty(kind, length, alpha):
-    return {"gnmt": ((5 + length) / 6) ** alpha, "power": length**alpha, "none": 1.0}[kind]
-
-
-def check(result: SearchResult, row: int, expected: list[tuple[float, list[int], float]], width: int) -> None:
-    """Row `row` of the result is this list of (score, tokens, log-probability)."""
-    assert result.tokens.shape[1:] == (len(expected), width)
-    for place, (score, tokens, log_prob) in enumerate(expected):
-        assert result.tokens[row, place].tolist() == tokens + [PAD] * (width - len(tokens))
-        assert result.lengths[row, place] == len(tokens)
-        assert result.scores[row, place] == pytest.approx(score, rel=2e-5)
-        assert result.log_probs[row, place] == pytest.approx(log_prob, rel=2e-5)
-
-
-# --------------------------------------------------------------------------------------------------------- references
-
-
-def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,)):
-    """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first."""
-    allowed = [token for token in range(model.v) if token not in forbidden]
-    ended, cut = [], []
-    for length in range(1, limit + 1):
-        for tokens in itertools.product(allowed, repeat=length):
-            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < limit):
-                continue
-            log_prob = sum(model.log_probs(sentence, tokens[:i])[token] for i, token in enumerate(tokens))
-            hypothesis = (log_prob / penalty(kind, length, alpha), list(tokens), log_prob)
-            (ended if tokens[-1] == EOS else cut).append(hypothesis)
-    return sorted(ended, reverse=True) + sorted(cut, reverse=True)
-
-
-def continuations(model, sentence, live, k, renormalise=False):
-    """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK."""
-    found = []
-    for log_prob, tokens in live:
-        log_probs = model.log_probs(sentence, tokens)
-        rest = math.log(1 - math.exp(log_probs[UNK])) if renormalise else 0.0
-        found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in range(model.v) if t not in (PAD, UNK)]
-    return sorted(found, reverse=True)[: 2 * k]
-
-
-def reference_paper(model, sentence, limit, k, n, kind, alpha):
-    """Never stops early, keeps every hypothesis that ended."""
-    live, ended = [(0.0, [])], []
-    for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k)
-        ended += [(p / penalty(kind, length, alpha), y, p) for p, y in found if y[-1] == EOS]
-        live = [(p, y) for p, y in found if y[-1] != EOS][:k]
-    return (sorted(ended, reverse=True) + [(p / penalty(kind, limit, alpha), y, p) for p, y in live])[:n]
-
-
-def reference_huggingface(model, sentence, limit, k, n, kind, alpha):
-    """A list of at most k that ended; on it goes while that list is short or can, at this length, be improved."""
-    live, ended = [(0.0, [])], []
-    for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k)
-        for log_prob, tokens in found[:k]:
-            if tokens[-1] == EOS or length == limit:
-                ended.append((log_prob / penalty(kind, length, alpha), tokens, log_prob))
-        ended = sorted(ended, reverse=True)[:k]
-        live = [(p, y) for p, y in found if y[-1] != EOS][:k]
-        if len(ended) == k and not live[0][0] / penalty(kind, length, alpha) > ended[-1][0]:
-            break
-    return ended[:n]
-
-
-def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha):
-    """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
-    live, ended, top_ended = [(0.0, [])], [], False
-    for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, renormalise=True)
-        spare = [candidate for candidate in found[k:] if candidate[1][-1] != EOS]
-        live = []
-        for place, (log_prob, tokens) in enumerate(found[:k]):
-            if tokens[-1] != EOS and length < limit:
-                live.append((log_prob, tokens))
-                continue
-            top_ended = top_ended or place == 0
-            ended.append((log_prob, tokens))
-            if spare:
-                live.append(spare.pop(0))
-        if kind == "none" or alpha == 0:
-            if top_ended and len(ended) >= n:
-                break
-        elif len(ended) >= k:
-            break
-    return sorted(((p / penalty(kind, len(y), alpha), y, p) for p, y in ended), reverse=True)[:n]
-
-
-REFERENCES = {
-    "paper": reference_paper,
-    "huggingface": reference_huggingface,
-    "ctranslate2": reference_ctranslate2,
-}
-
-
-# --------------------------------------------------------------------------------------------------------------- beam
+from transformer_jax.decoding.search import SearchResult, greedy_search, reorder_rows, token_log_probs
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
