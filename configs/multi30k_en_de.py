@@ -53,9 +53,9 @@ def get_config(name: str = "bpe10k") -> Config:
             warmup_steps=2_000,
             peak_learning_rate=5e-3,
             validate_every=500,
-            checkpoint_every=60,  # about an epoch
+            checkpoint_every=50,  # a little less than an epoch
             keep_checkpoints=10,
             average_last=10,
         ),
-        decoding=DecodingConfig(beam_size=5, length_penalty="power", alpha=1.0),
+        decoding=DecodingConfig(beam_size=5, length_penalty="power", alpha=1.0, checkpoint="average"),
     )

@@ -186,6 +186,24 @@ def test_a_start_that_failed_binds_nobody(tiny, tmp_path):
     wrong = dataclasses.replace(config, training=dataclasses.replace(config.training, init_from=str(tmp_path / "gone")))
     with pytest.raises(UserError, match=r"gone is not a run: it has no config\.json"):
         commands.train(wrong, run)
+    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=1, max_length_ratio=1.0))
+    with pytest.raises(UserError, match="max_length"):
+        commands.train(wrong, run)
+    RunFolder(run).open_for_training(config, is_bound=False)
+    assert RunFolder(run).load_config() == config
+
+
+def test_init_from_another_function_is_refused(tiny, tmp_path):
+    model = dataclasses.replace(tiny.config.model, norm_position="pre")
+    training = dataclasses.replace(tiny.config.training, init_from=str(tiny.run))
+    with pytest.raises(UserError, match="norm_position 'post' there, 'pre' here"):
+        commands.train(dataclasses.replace(tiny.config, model=model, training=training), tmp_path / "run")
+
+
+def test_fewer_steps_than_done_are_refused(tiny):
+    training = dataclasses.replace(tiny.config.training, num_steps=1)
+    with pytest.raises(UserError, match=r"training\.num_steps is 1; .* has done \d+ steps"):
+        commands.train(dataclasses.replace(tiny.config, training=training), tiny.run)
 
 
 def test_a_folder_of_something_else_stays_as_it_is(tiny, tmp_path):

@@ -97,20 +97,6 @@ def test_library_is_imported_in_one_file(library):
     assert len(users) == 1, f"{library} is imported in {users}"
 
 
-def test_import_is_light():
-    heavy = ("datasets", "grain", "orbax", "sacrebleu", "tensorflow", "tensorflow_datasets", "torch", "tyro")
-    code = f"import sys, transformer_jax; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stdout + done.stderr
-
-
-def test_public_names_exist():
-    package = importlib.import_module("transformer_jax")
-    assert package.__all__
-    for name in package.__all__:
-        assert getattr(package, name) is not None
-
-
 def python_files() -> Iterator[Path]:
     for folder in ("transformer_jax", "configs", "tests", "benchmarks"):
         yield from (ROOT / folder).rglob("*.py")
@@ -152,7 +138,11 @@ MODULES = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FI
 
 @pytest.mark.parametrize("module", [name.removesuffix(".__init__") for name in MODULES])
 def test_examples_in_docstrings(module):
-    assert doctest.testmod(importlib.import_module(module)).failed == 0
+    loaded = importlib.import_module(module)
+    result = doctest.testmod(loaded)
+    assert result.failed == 0
+    source = Path(loaded.__file__).read_text(encoding="utf-8")
+    assert result.attempted >= source.count("    >>> ") - source.count("doctest: +SKIP")
 
 
 def test_readme_starts_with_two_commands():

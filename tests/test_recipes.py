@@ -1,10 +1,13 @@
 """Recipes: the built-in one, those of configs/, and what a recipe file may get wrong."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from transformer_jax.config import Config
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.errors import UserError
 from transformer_jax.recipes import load_recipe, numbers_config
 
@@ -69,3 +72,18 @@ def test_a_file_that_is_missing_or_not_python(tmp_path):
 def test_the_shipped_recipes_name_theirs():
     with pytest.raises(UserError, match="no recipe 'nope'; legal: raw, bpe10k"):
         load_recipe(str(CONFIGS / "multi30k_en_de.py") + ":nope")
+
+
+@pytest.mark.parametrize("name", ["raw", "bpe10k"])
+def test_multi30k_fits_its_vocabulary(data_folder, name):
+    config = load_recipe(f"{CONFIGS / 'multi30k_en_de.py'}:{name}")
+    folder = data_folder / "multi30k" / Path(config.data.directory).name
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, directory=str(folder)))
+    train = read_split(config.data, "train")
+    tokenizers = train_tokenizers(config, train)
+    tokenizers.check_fits(config.model)
+    assert tokenizers.source.vocab_size == config.model.vocab_size
+    for side in (train.source, train.target):
+        assert not any(config.model.unk_id in row for row in tokenizers.source.encode(side))
+    for split, size in (("train", 29_000), ("valid", 1_014), ("test", 1_000)):
+        assert len(read_split(config.data, split)) == size

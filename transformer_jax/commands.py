@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +41,7 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         say: called with each line for the user.
 
     Returns:
-        How training ended; None if the run was finished already.
+        How training ended; None if all steps had been done before.
 
     Raises:
         UserError: anything that the user can put right.
@@ -50,16 +51,23 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
             f"decoding.checkpoint is {config.decoding.checkpoint!r} and training.average_last 0: the test after "
             "the last step can take last or best, or average with training.average_last"
         )
+    if jax.process_count() > 1:
+        raise UserError(f"{jax.process_count()} processes; training runs in one process so far, on all of its devices")
     run = RunFolder(Path(workdir))
-    _forget_failed_start(run)
-    run.open_for_training(config)
     steps = checkpoint_steps(run)
-    if steps and steps[-1] >= config.training.num_steps:
-        if not run.result.is_file():
-            _test(config, run, say)
-            return None
+    # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
+    run.open_for_training(config, is_bound=bool(steps))
+    if not steps:
+        shutil.rmtree(run.tokenizer, ignore_errors=True)
+    elif steps[-1] > config.training.num_steps:
+        raise UserError(f"training.num_steps is {config.training.num_steps}; {run.path} has done {steps[-1]} steps")
+    elif steps[-1] == config.training.num_steps:
         say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
-        say_result(json.loads(run.result.read_text(encoding="utf-8")), say)
+        result = json.loads(run.result.read_text(encoding="utf-8")) if run.result.is_file() else {}
+        if result.get("asked") == _asked(config):
+            say_result(result, say)
+        else:
+            _test(config, run, read_split(config.data, "test"), say)
         return None
 
     started = time.monotonic()
@@ -80,12 +88,16 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
     )
     if steps:
         say(f"resuming {run.path} at step {steps[-1]}")
+    del pairs
+    test = read_split(config.data, "test")  # now, so that a mistake is found before the training
     evaluate: Callable[[Params, int], Evaluation] = lambda params, step: Evaluation()  # noqa: E731
     valid = read_split(config.data, "valid")
     if valid is not None:
         encoded_valid = load_or_encode(config, "valid", tokenizers, run.cache, valid)
         evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
-    run.result.unlink(missing_ok=True)  # of a run that was shorter
+    # What was left by a run that was shorter.
+    run.result.unlink(missing_ok=True)
+    shutil.rmtree(run.average, ignore_errors=True)
     multiple = row_multiple(mesh, config.training.accumulate)
     outcome = fit(
         config,
@@ -101,15 +113,8 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
             "saved; the same command goes on from there"
         )
         return outcome
-    _test(config, run, say)
+    _test(config, run, test, say)
     return outcome
-
-
-def _forget_failed_start(run: RunFolder) -> None:
-    """A start that failed before anything was made left its config.json alone, which is to bind nobody."""
-    if run.path.is_dir() and [path.name for path in run.path.iterdir()] == [run.config_file.name]:
-        run.load_config()  # raises if it is not ours
-        run.config_file.unlink()
 
 
 def _batches_from(start: int, *, encoded: Any, plan: BatchPlan, config: Config, multiple: int) -> Any:
@@ -132,7 +137,7 @@ def _starting_point(
     """The run's tokenizers, made or taken from `init_from` if it has none, and the parameters of `init_from`."""
     source = RunFolder(Path(config.training.init_from)) if config.training.init_from else None
     if source and is_fresh:
-        source.load_config()  # says so if it is no run
+        _check_same_function(source.load_config(), config)
     if not run.tokenizer.is_dir():
         tokenizers = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
         tokenizers.save(run.tokenizer)
@@ -145,23 +150,43 @@ def _starting_point(
     return tokenizers, load_params(checkpoint, config.model)
 
 
-def _test(config: Config, run: RunFolder, say: Say) -> None:
+def _check_same_function(old: Config, new: Config) -> None:
+    """Weights may only go into a model that computes the same function of them, and of the same tokens."""
+    free = {"model.residual_dropout", "model.attention_dropout", "model.activation_dropout", "model.initialization"}
+    free |= {"model.dtype", "model.param_dtype", "tokenizer.min_frequency"}
+    before, after = old.flat(), new.flat()
+    names = [name for name in after if name.startswith(("model.", "tokenizer.")) and name not in free]
+    names = [name for name in names if before[name] != after[name]]
+    differing = [f"{name} {before[name]!r} there, {after[name]!r} here" for name in names]
+    if differing:
+        raise UserError(f"training.init_from {new.training.init_from} has another model: {'; '.join(differing)}")
+
+
+def _asked(config: Config) -> dict[str, Any]:
+    """What the test's figures depend on besides the run itself."""
+    return {
+        "decoding": dataclasses.asdict(config.decoding),
+        "average_last": config.training.average_last,
+        "test": config.data.test,
+    }
+
+
+def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None:
     """The run's figures on the test split, printed and written to `result.json`."""
-    checkpoint = config.decoding.checkpoint
     if config.training.average_last:
         # Of those checkpoints that were written, at most so many.
         last = min(config.training.average_last, len(checkpoint_steps(run)))
         average_checkpoints(run, config.model, last)
-        checkpoint = "average"
-    pairs = read_split(config.data, "test")
     if pairs is None:
-        write_atomically(run.result, json.dumps({"steps": config.training.num_steps}, indent=2) + "\n")
-        say(f"{run.path} is finished; no test split is configured (data.test)")
+        write_atomically(run.result, json.dumps({"asked": _asked(config)}, indent=2) + "\n")
+        say(f"{run.path} has no test: no such split is configured (data.test)")
         return
+    checkpoint = config.decoding.checkpoint
     report = evaluate_pairs(Translator.load(run.path, checkpoint=checkpoint), pairs)
     for index in range(0, len(pairs), -(-len(pairs) // 5)):
         say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
     result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
+    result["asked"] = _asked(config)
     write_atomically(run.result, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     say_result(result, say)
 

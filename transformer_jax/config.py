@@ -250,7 +250,8 @@ class DataConfig:
     """Training pairs of which one side has more than this times the other's tokens are left out (EOS counted), and
     counted in the log."""
     batch_tokens: int = 25_000
-    """Tokens of a batch, padding counted, on the source side and on the target side each, over all devices."""
+    """Tokens of a batch, padding counted, on the source side and on the target side each, over all devices. Empty rows
+    are added where devices do not divide the rows."""
     max_shapes: int = 12
     """Batches have at most this many different shapes: each is compiled once."""
     prefetch: int = 8
@@ -329,7 +330,8 @@ class TrainingConfig:
     """Over which tokens it is spread: the V - 1 others (released code, fairseq), all V (PyTorch, optax), or the
     V - 2 that are neither right nor padding (annotated-transformer, joeynmt)."""
     accumulate: int = 1
-    """Split each batch into this many parts, one after the other, to save memory; the update is the same."""
+    """Split each batch into this many parts, one after the other, to save memory; but for the dropout bits the update
+    is the same."""
     mesh_data: int = -1
     """Devices along the mesh axis 'data' (batches split); -1: all that the other axes leave."""
     mesh_fsdp: int = 1
@@ -356,7 +358,8 @@ class TrainingConfig:
     best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
     """The figure that decides which checkpoint is the best."""
     average_last: int = 0
-    """Average so many of the last checkpoints for the test after the last step (paper section 6.1: 5); 0: none."""
+    """After the last step, average so many of the last checkpoints (paper section 6.1: 5) into the checkpoint
+    'average'; 0: none."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -438,6 +441,16 @@ class Config:
             or self.data.max_length + self.model.position_offset <= self.model.max_length,
             f"data.max_length {self.data.max_length} (plus model.position_offset {self.model.position_offset}) is more "
             f"than model.max_length {self.model.max_length}, the rows of the learned position table",
+        )
+
+        _require(
+            self.decoding.checkpoint != "best" or bool(self.data.valid),
+            f"decoding.checkpoint is 'best' and data.valid {self.data.valid!r}: without validation there is no best",
+        )
+        _require(
+            self.training.best_by != "valid_bleu" or self.training.valid_sentences > 0,
+            f"training.best_by is 'valid_bleu' and training.valid_sentences {self.training.valid_sentences}: "
+            "BLEU needs sentences",
         )
 
     def to_json(self) -> str:

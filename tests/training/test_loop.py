@@ -300,7 +300,7 @@ def test_an_error_of_the_evaluation_leaves_whole_checkpoints(tmp_path):
     config = make_config(checkpoint_every=1, validate_every=3)
     with pytest.raises(RuntimeError, match="no reference"):
         train(tmp_path / "run", config, evaluate=evaluate)
-    assert steps_of(tmp_path / "run") == [1, 2]
+    assert steps_of(tmp_path / "run") == [1, 2, 3]
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]
 
 

@@ -152,7 +152,7 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequ
     kept = known[: max(0, vocab_size - len(SPECIAL_TOKENS))]
     if len(kept) < len(counts):
         share = sum(counts[word] for word in kept) / counts.total()
-        logger.info(
+        logger.warning(
             "%d of %d different words kept (model.vocab_size %d, tokenizer.min_frequency %d): %.2f %% of the text; "
             "the others are unknown",
             *(len(kept), len(counts), vocab_size, min_frequency, 100 * share),

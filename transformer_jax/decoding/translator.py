@@ -120,7 +120,7 @@ class Translator:
             if len(ids) + len(end) > longest:
                 warnings.warn(
                     f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} "
-                    "(decoding.max_source)",
+                    "(decoding.max_source, or the learned position table)",
                     stacklevel=4,
                 )
         return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.batching import choose_shapes, eval_batches
 from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
 from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loop import Evaluation
@@ -56,7 +57,7 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def reference_texts(pairs: Pairs, tokenizers: TokenizerPair, config: Config) -> list[str]:
+def reference_texts(pairs: Pairs, tokenizers: TokenizerPair) -> list[str]:
     """The references as the translations are written: pieces of words joined where the corpus comes in pieces."""
     return [tokenizers.target.plain(text) for text in pairs.target]
 
@@ -76,12 +77,13 @@ def evaluate_pairs(
     tokenize = tokenize or tokenization_of(config)
     check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
+    _check_lengths(encoded, pairs, config.model)
     loss = corpus_loss(translator.params, _batches(encoded, config), Transformer(config.model))
     start = time.monotonic()
     hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1)]
     seconds = time.monotonic() - start
     translations = [hypothesis.text for hypothesis in hypotheses]
-    references = reference_texts(pairs, tokenizers, config)
+    references = reference_texts(pairs, tokenizers)
     return Report(
         scores=score_corpus(translations, references, tokenize, lowercase),
         loss=loss,
@@ -99,12 +101,13 @@ class Validation:
         training = config.training
         self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
         self._model = Transformer(config.model)
+        _check_lengths(encoded, pairs, config.model)
         self._batches = list(_batches(encoded, config, row_multiple(mesh)))
         # Spread over the split, which may be sorted.
         count = min(max(training.valid_sentences, training.num_samples), len(pairs))
         chosen = np.linspace(0, len(pairs) - 1, count).astype(int)
         self._sources = [pairs.source[index] for index in chosen]
-        references = reference_texts(pairs, tokenizers, config)
+        references = reference_texts(pairs, tokenizers)
         self._references = [references[index] for index in chosen]
 
     def __call__(self, params: Params, step: int) -> Evaluation:
@@ -129,6 +132,17 @@ class Validation:
         first = step // self._config.training.validate_every * self._config.training.num_samples
         shown = [samples[(first + i) % len(samples)] for i in range(self._config.training.num_samples) if samples]
         return Evaluation(figures, shown)
+
+
+def _check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
+    """Nothing is left out of an evaluation, so every pair must fit the model."""
+    room = model.max_length - model.position_offset
+    longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
+    if model.positions == "learned" and longest.max() > room:
+        raise UserError(
+            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens, and the learned position table of "
+            f"model.max_length {model.max_length} has room for {room}; take the pair out"
+        )
 
 
 def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1) -> Iterable[Batch]:

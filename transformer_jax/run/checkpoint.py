@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -164,5 +165,9 @@ def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
 
 def save_params(folder: Path, params: Params) -> None:
     """Writes parameters alone, so that `load_params` reads them; what stood in the folder is replaced when whole."""
+    unfinished = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / "state").absolute(), {"params": params}, force=True)
+        checkpointer.save((unfinished / "state").absolute(), {"params": params})
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)

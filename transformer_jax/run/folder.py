@@ -91,8 +91,10 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run: it has no config.json (a run is what `train` wrote)")
         return load_config(self.config_file)
 
-    def open_for_training(self, config: Config) -> None:
+    def open_for_training(self, config: Config, is_bound: bool = True) -> None:
         """Makes the folder and writes `config.json`, or checks that the run there goes on under this configuration.
+
+        With `is_bound` False a run that is there may get any other configuration.
 
         Raises:
             UserError: the folder holds something else, or a run whose configuration differs where it may not.
@@ -100,7 +102,7 @@ class RunFolder:
         if self.config_file.exists():
             old, new = self.load_config().flat(), config.flat()
             differing = [n for n in new if new[n] != old[n] and n not in MAY_CHANGE and not n.startswith("decoding.")]
-            if differing:
+            if differing and is_bound:
                 changes = ", ".join(f"{name} {old[name]!r} -> {new[name]!r}" for name in differing)
                 raise UserError(
                     f"{self.path} holds a run with another configuration: {changes}. Give another --workdir, or "

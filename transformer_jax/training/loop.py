@@ -43,7 +43,7 @@ class Outcome:
     state: TrainState
     step: int
     interrupted_by: str | None = None
-    """The name of the signal that ended it before the last step."""
+    """The name of the signal that ended it, if one did."""
 
 
 def fit(
@@ -121,7 +121,11 @@ def fit(
             if step % training.validate_every == 0 or is_last:
                 watch.check_all()
                 with watch.paused():
-                    evaluation = evaluate(state.params, step)
+                    try:
+                        evaluation = evaluate(state.params, step)
+                    except BaseException:
+                        checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
+                        raise
                     figures = evaluation.metrics
                     if figures:
                         writer.write(step, figures)
@@ -136,7 +140,7 @@ def fit(
         watch.check_all()
         if last_saved != step:
             checkpoints.save(step, state)
-    return Outcome(state, step, signals.received if step < training.num_steps else None)
+    return Outcome(state, step, signals.received)
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:

@@ -38,8 +38,8 @@ def train_step(
     """One update: forward, loss, backward, Adam.
 
     Sums are taken over the whole batch and divided once by its number of target tokens, so the update does not depend
-    on how the batch is split over devices or, with `accumulate`, over time. Under `jit` with sharded arguments XLA
-    adds the sums of the devices; nothing here knows of them.
+    on how the batch is split over devices or, but for the dropout bits of the parts, over time with `accumulate`. Under
+    `jit` with sharded arguments XLA adds the sums of the devices; nothing here knows of them.
 
     Args:
         state: parameters, optimiser state, step.
@@ -62,10 +62,12 @@ def train_step(
     else:
         grads, sums = _accumulated(grad_fn, state.params, batch, rng, accumulate)
     count = jnp.maximum(sums.num_tokens, 1).astype(sums.loss_sum.dtype)
-    grads = jax.tree.map(lambda g: g / count.astype(g.dtype), grads)
+    grads = jax.tree.map(lambda g: g.astype(_sum_dtype(g)) / count, grads)
+    grad_norm = optax.tree.norm(grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, optax.tree.norm(grads))
+    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, grad_norm)
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
@@ -74,6 +76,11 @@ def eval_step(params: Params, batch: Batch, *, model: Transformer) -> LossSums:
     logits = model.apply({"params": params}, batch.src, batch.tgt_in, deterministic=True)
     targets = jnp.asarray(batch.tgt_out)
     return cross_entropy(logits, targets, targets != model.config.pad_id)
+
+
+def _sum_dtype(x: Any) -> Any:
+    """Sums of floats are kept in at least float32."""
+    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
 def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) -> tuple[Params, LossSums]:  # type: ignore[no-untyped-def]
@@ -88,5 +95,5 @@ def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) 
 
     split_batch, rngs = Batch(*map(split, batch)), jax.random.split(rng, parts)
     first = jax.tree.map(lambda x: x[0], (split_batch, rngs))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(grad_fn, params, *first))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x)), jax.eval_shape(grad_fn, params, *first))
     return jax.lax.scan(add, zeros, (split_batch, rngs))[0]

@@ -1,0 +1,73 @@
+"""`train.py` as a user runs it: a process with threads, signals and its own devices."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = {
+    "model": {"vocab-size": 300, "d-model": 16, "num-layers": 1, "num-heads": 2, "d-ff": 32, "attention-dropout": 0.1},
+    # 100 // 47 tokens: rows that eight devices do not divide
+    "data": {"numbers-train": 500, "numbers-valid": 10, "numbers-test": 10, "batch-tokens": 600, "max-shapes": 1},
+    "training": {"log-every": 1, "validate-every": 1000, "valid-sentences": 0, "num-samples": 0},
+    "decoding": {"beam-size": 1, "max-extra": 2},
+}
+
+
+def start(workdir: Path, devices: int, num_steps: int) -> subprocess.Popen:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    flags = [f"--{section}.{name}={value}" for section, fields in FLAGS.items() for name, value in fields.items()]
+    command = [sys.executable, str(ROOT / "train.py"), f"--workdir={workdir}", f"--training.num-steps={num_steps}"]
+    return subprocess.Popen(
+        [*command, *flags], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    return out
+
+
+def test_eight_devices_train_as_one_with_dropout_and_rows_they_do_not_divide(tmp_path):
+    for devices in (1, 8):
+        out = finish(start(tmp_path / str(devices), devices, 4))
+        assert f"{devices} cpu device(s)" in out
+    one, eight = losses(tmp_path / "1"), losses(tmp_path / "8")
+    assert list(one) == [1, 2, 3, 4]
+    np.testing.assert_allclose(list(eight.values()), list(one.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(tmp_path, number):
+    process = start(tmp_path / "run", 1, 100_000)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(2400):
+        if metrics.exists() and metrics.read_text().count("\n") >= 3:
+            break
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    out = finish(process)
+    last = max(losses(tmp_path / "run"))
+    assert out.splitlines()[-1].startswith(f"stopped by {signal.Signals(number).name} after step {last} of 100000")
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+    out = finish(start(tmp_path / "run", 1, last + 2))
+    assert f"resuming {tmp_path / 'run'} at step {last}" in out
+    assert out.splitlines()[-1].startswith("exact match ")
+    assert list(losses(tmp_path / "run")) == list(range(1, last + 3))
