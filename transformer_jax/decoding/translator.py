@@ -113,14 +113,13 @@ class Translator:
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids with EOS where the model's source has it; nothing at all for an empty line."""
         model, decoding = self.config.model, self.config.decoding
-        longest = min(decoding.max_source, self._room())
+        longest, reason = min((decoding.max_source, "decoding.max_source"), (self._room(), "model.max_length"))
         end = [model.eos_id] if model.source_eos else []
         encoded = self.tokenizers.source.encode([text if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
             if len(ids) + len(end) > longest:
                 warnings.warn(
-                    f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} "
-                    "(decoding.max_source, or the learned position table)",
+                    f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} ({reason})",
                     stacklevel=4,
                 )
         return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]

@@ -43,9 +43,10 @@ def make_norm(config: ModelConfig) -> LayerNorm:
 
 
 class SublayerConnection(nn.Module):
-    """What stands around a sub-layer: post-norm, the paper, LayerNorm(x + Dropout(Sublayer(x))),
+    """What stands around a sub-layer: a layer calls `enter`, its sub-layer, then `leave`.
 
-    or pre-norm, x + Dropout(Sublayer(LayerNorm(x))). A layer calls `enter`, its sub-layer, then `leave`.
+    post-norm    LayerNorm(x + Dropout(Sublayer(x)))    the paper, sections 3.1 and 5.4
+    pre-norm     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
     """
 
     config: ModelConfig

@@ -29,11 +29,12 @@ def cross_entropy(
     mass: SmoothingMass = "others",
     pad_id: int = 0,
 ) -> LossSums:
-    """-sum_v q(v) log softmax(logits)(v), where q gives the target 1 - smoothing and spreads the rest over
+    """-sum_v q(v) log softmax(logits)(v), where q gives the target 1 - smoothing and spreads the rest.
 
-    `others`: the V - 1 other tokens (released code, fairseq); `all`: all V tokens, the target among them (PyTorch,
-    optax); `others_without_pad`: the V - 2 that are neither the target nor padding (annotated-transformer, joeynmt).
-    q's own entropy is not subtracted (the released code does, which moves the value and not the gradient).
+    `mass` says over what: `others`, the V - 1 other tokens (released code, fairseq); `all`, all V tokens, the target
+    among them (PyTorch, optax); `others_without_pad`, the V - 2 that are neither the target nor padding
+    (annotated-transformer, joeynmt). The entropy of q is not subtracted: the released code does, which moves the value
+    and not the gradient.
 
     Args:
         logits: at least float32.
