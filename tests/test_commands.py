@@ -200,6 +200,19 @@ def test_init_from_another_function_is_refused(tiny, tmp_path):
         commands.train(dataclasses.replace(tiny.config, model=model, training=training), tmp_path / "run")
 
 
+def test_other_training_text_is_refused_on_resumption(tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    shutil.copytree(tiny.corpus, tmp_path / "corpus")
+    first = tmp_path / "corpus" / "train.en"
+    first.write_text(first.read_text().replace("dog", "cat"))
+    data = dataclasses.replace(tiny.config.data, directory=str(tmp_path / "corpus"))
+    training = dataclasses.replace(tiny.config.training, num_steps=6)
+    config = dataclasses.replace(tiny.config, data=data, training=training)
+    (run / "config.json").write_text(config.to_json())
+    with pytest.raises(UserError, match=r"train\.en and .* not the sentence pairs that .* up to step 4"):
+        commands.train(config, run)
+
+
 def test_fewer_steps_than_done_are_refused(tiny):
     training = dataclasses.replace(tiny.config.training, num_steps=1)
     with pytest.raises(UserError, match=r"training\.num_steps is 1; .* has done \d+ steps"):

@@ -77,6 +77,12 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
     tokenizers, params = _starting_point(config, run, pairs, is_fresh=not steps)
     encoded = load_or_encode(config, "train", tokenizers, run.cache, pairs)
     say(f"{pairs.origin}: {encoded.report}")
+    if steps and run.data_sha256.is_file() and run.data_sha256.read_text().strip() != encoded.sha256():
+        raise UserError(
+            f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}; put those "
+            "back, or start another run with --workdir (and --training.init-from this one)"
+        )
+    write_atomically(run.data_sha256, encoded.sha256() + "\n")
     lengths = encoded.source_lengths, encoded.target_lengths
     plan = BatchPlan(
         *lengths, choose_shapes(*lengths, config.data.batch_tokens, config.data.max_shapes), config.training.seed

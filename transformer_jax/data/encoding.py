@@ -72,6 +72,13 @@ class EncodedPairs:
     def __len__(self) -> int:
         return len(self.source_offsets) - 1
 
+    def sha256(self) -> str:
+        """Of all ids and lengths: another value, other training."""
+        digest = hashlib.sha256()
+        for name in _ARRAYS:
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
+        return digest.hexdigest()
+
     def source(self, index: int) -> np.ndarray:
         """Ids of source sentence `index`."""
         return self.source_ids[self.source_offsets[index] : self.source_offsets[index + 1]]

@@ -1,9 +1,10 @@
 """The layout of a run folder.
 
 RUN/config.json          the resolved configuration
+RUN/data.sha256          of the encoded training pairs: a run goes on with the same or not at all
 RUN/tokenizer/           vocabularies and merges
 RUN/checkpoints/STEP/    parameters, optimiser state, step
-RUN/average/             averaged parameters, if `average` was run
+RUN/average/             averaged parameters, of `average` or `training.average_last`
 RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, validation rows with `valid_loss`
 RUN/samples.jsonl        translations of a few validation sentences
 RUN/result.json          the figures on the test split, once the run is finished
@@ -40,6 +41,11 @@ class RunFolder:
     def config_file(self) -> Path:
         """`config.json`."""
         return self.path / "config.json"
+
+    @property
+    def data_sha256(self) -> Path:
+        """`data.sha256`."""
+        return self.path / "data.sha256"
 
     @property
     def tokenizer(self) -> Path:
