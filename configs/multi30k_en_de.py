@@ -5,7 +5,10 @@ bpe10k    lower-cased, tokenised text with subword-nmt's 10,000 merges already i
           published 41.02 (Wu et al. 2021, text only), whose shape and recipe this is: 4 + 4 layers, d_model 128,
           d_ff 256, 4 heads, dropout 0.3, 8,192 tokens a batch, 8,000 updates, the last 10 checkpoints averaged, beam 5
 
-command   python train.py configs/multi30k_en_de.py:bpe10k
+command   python train.py configs/multi30k_en_de.py:bpe10k --training.num-steps 2500
+hardware  2 CPU cores (AMD EPYC, Zen 4)
+time      1 hour
+score     bpe10k: 38.04 BLEU (tokenised, lower-cased) on test2016; all 8,000 updates: not yet run
 text      raw: github.com/multi30k/dataset, data/task1/raw: put train, val and test_2016_flickr, as *.en and *.de (plain
           or packed as .gz, .xz or .zst), into data/multi30k/raw
           bpe10k: github.com/LividWo/Revisit-MMT, data/multi30k-en-de: put train, valid and test.2016, as *.en and *.de,
