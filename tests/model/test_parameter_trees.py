@@ -20,6 +20,8 @@ RECIPES = {
     "numbers": "configs/numbers.py",
     "multi30k_en_de_raw": "configs/multi30k_en_de.py:raw",
     "multi30k_en_de_bpe10k": "configs/multi30k_en_de.py:bpe10k",
+    "table3_B1": "configs/table3.py:B1",
+    "table3_E": "configs/table3.py:E",
 }
 PRESETS = {"base": ModelConfig.base(37_000), "big": ModelConfig.big(37_000)}
 NAMES = [*RECIPES, *PRESETS]

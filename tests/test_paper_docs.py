@@ -1,0 +1,207 @@
+"""The two documents that hold the code to the paper, docs/faithfulness.md and docs/paper_map.md, and the presets."""
+
+import ast
+import dataclasses
+import functools
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.presets import PRESETS, preset
+
+ROOT = Path(__file__).resolve().parents[1]
+LEDGER, MAP = ROOT / "docs" / "faithfulness.md", ROOT / "docs" / "paper_map.md"
+
+# Which preset is which column of the ledger; paper_big is the paper's column too.
+COLUMNS = {
+    "paper": "paper_base",
+    "t2t 2017": "t2t_2017",
+    "t2t today": "t2t_2018",
+    "fairseq": "fairseq",
+    "PyTorch": "torch",
+    "Marian": "marian",
+}
+# Fields of ModelConfig that are sizes and no choices of the kind the ledger is about.
+SIZES = {
+    *("vocab_size", "source_vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "d_k", "d_v", "max_length"),
+    *("decoder_num_layers", "decoder_num_heads", "decoder_d_ff", "decoder_d_k", "decoder_d_v"),
+}
+# What the presets set besides the ledger's fields.
+SIZES_OF_PRESETS = {"model.d_model", "model.num_layers", "model.num_heads", "model.d_ff", "training.num_steps"}
+DEFAULTS = Config().flat()
+
+
+def tables(page: Path) -> list[list[dict[str, str]]]:
+    """The tables of a page; a row is {heading: cell}."""
+    found: list[list[dict[str, str]]] = []
+    heads: list[str] = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            heads = []
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not heads:
+            heads = cells
+            found.append([])
+        elif set("".join(cells)) != {"-"}:
+            assert len(cells) == len(heads), line
+            found[-1].append(dict(zip(heads, cells, strict=True)))
+    return found
+
+
+def code(cell: str) -> list[str]:
+    """What stands in code font."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+CHOICES = [row for table in tables(LEDGER) for row in table if "field" in row]
+FIELDS = {code(row["field"])[0]: row for row in CHOICES}
+STEPS = [row for table in tables(MAP) for row in table]
+ALL_ROWS = [row for page in (LEDGER, MAP) for table in tables(page) for row in table]
+
+
+def literal(text: str):
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return text
+
+
+def in_cell(row: dict[str, str], column: str):
+    """(value of a cell,), or () where it has none."""
+    return tuple(literal(text) for text in code(row[column])[:1])
+
+
+@functools.cache
+def functions_of(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+# ------------------------------------------------------------------------------------------------------ what is named
+
+
+def test_tables_are_read():
+    assert len(FIELDS) == len(CHOICES) >= 40
+    assert len(STEPS) >= 30
+    assert len(ALL_ROWS) > len(CHOICES) + len(STEPS)  # the ledger's points without a field
+
+
+@pytest.mark.parametrize("row", ALL_ROWS, ids=[str(number) for number in range(len(ALL_ROWS))])
+def test_every_test_that_is_named_exists(row):
+    names = code(row["test"])
+    assert names or row["test"] == "-", row
+    for name in names:
+        file, _, function = name.partition("::")
+        assert function.startswith("test_"), name
+        assert function in functions_of(ROOT / file), name
+
+
+@pytest.mark.parametrize("row", STEPS, ids=[str(number) for number in range(len(STEPS))])
+def test_every_symbol_that_is_named_exists(row):
+    (name,) = code(row["code"])
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        if ROOT.joinpath(*parts[:length]).with_suffix(".py").is_file():
+            thing = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:]:
+                thing = getattr(thing, part)
+            return
+    pytest.fail(f"{name} is in no module")
+
+
+def test_the_map_is_in_the_papers_order():
+    sections = [[int(number) for number in row["section"].partition(",")[0].split(".")] for row in STEPS]
+    assert sections == sorted(sections)
+
+
+def test_every_field_that_is_named_exists():
+    assert set(FIELDS) <= set(DEFAULTS), set(FIELDS) - set(DEFAULTS)
+
+
+def test_every_choice_of_the_model_is_in_the_ledger():
+    names = {item.name for item in dataclasses.fields(ModelConfig)}
+    assert names >= SIZES
+    assert {f"model.{name}" for name in names - SIZES} == {field for field in FIELDS if field.startswith("model.")}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_default_is_the_one_in_the_ledger(field):
+    assert in_cell(FIELDS[field], "ours") == (DEFAULTS[field],)
+
+
+# ----------------------------------------------------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_sets_every_field_of_the_ledger_and_no_other_choice(name):
+    assert set(PRESETS[name]) == set(FIELDS) | SIZES_OF_PRESETS
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_preset_has_the_values_of_its_column(column, field):
+    """Where a column has none, the paper's; where the paper has none, ours."""
+    row = FIELDS[field]
+    (expected, *_) = in_cell(row, column) + in_cell(row, "paper") + in_cell(row, "ours")
+    value = PRESETS[COLUMNS[column]][field]
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_valid_config_that_survives_json(name):
+    config = preset(name, 1_000)
+    assert Config.from_json(config.to_json()) == config
+    flat = config.flat()
+    for field, value in PRESETS[name].items():
+        assert flat[field] == (1_000 + value if value == -1 else value), field
+    untouched = set(DEFAULTS) - set(PRESETS[name]) - {"model.vocab_size"}
+    assert all(flat[field] == DEFAULTS[field] for field in untouched)
+
+
+def test_sizes_of_the_presets():
+    for name in PRESETS:
+        reference = ModelConfig.big(50) if name == "paper_big" else ModelConfig.base(50)
+        model = preset(name, 50).model
+        assert (model.encoder, model.decoder, model.d_model) == (
+            reference.encoder,
+            reference.decoder,
+            reference.d_model,
+        )
+    assert preset("paper_base", 37_000).model == ModelConfig.base(37_000)
+    assert preset("paper_big", 37_000).model == ModelConfig.big(37_000)
+    assert [preset(name, 50).training.num_steps for name in ("paper_base", "paper_big")] == [100_000, 300_000]
+
+
+def test_big_differs_from_base_in_what_the_paper_says():
+    base, big = PRESETS["paper_base"], PRESETS["paper_big"]
+    assert {field: value for field, value in big.items() if base[field] != value} == {
+        "model.d_model": 1024,
+        "model.d_ff": 4096,
+        "model.num_heads": 16,
+        "model.residual_dropout": 0.3,
+        "training.num_steps": 300_000,
+        "training.average_last": 20,
+        "training.keep_checkpoints": 20,
+    }
+
+
+def test_special_ids_follow_from_the_software():
+    fairseq, marian, t2t = (preset(name, 60).model for name in ("fairseq", "marian", "t2t_2017"))
+    assert fairseq.position_offset == fairseq.pad_id + 1 == 2
+    assert fairseq.start_id == fairseq.eos_id == 2
+    assert marian.start_id == marian.pad_id == 59
+    assert t2t.start_id == t2t.pad_id == 0
+
+
+def test_a_preset_takes_changes_and_refuses_other_names():
+    assert preset("marian", 60, pad_id=3, d_model=256).model == dataclasses.replace(
+        preset("marian", 60).model, pad_id=3, d_model=256
+    )
+    with pytest.raises(UserError, match="no preset 't2t'; legal: paper_base, paper_big, t2t_2017, t2t_2018, fairseq"):
+        preset("t2t", 60)
