@@ -33,4 +33,4 @@ def test_bash_blocks_run(page, tmp_path):
 
 
 def test_there_are_blocks():
-    assert [page.name for page in PAGES] == ["usage.md"]
+    assert [page.name for page in PAGES] == ["interop.md", "usage.md"]

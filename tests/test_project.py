@@ -22,11 +22,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "malloc", "types"),
     ("config",),
-    ("recipes",),
+    ("recipes", "presets"),
     ("model", "data"),
     ("run",),
     ("training", "decoding"),
     ("evaluation", "interop"),
+    ("parity",),
     ("commands",),
     ("cli", "__main__"),
     ("__init__",),
@@ -35,8 +36,8 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # Each of these libraries is spoken to in one file, so that it can be changed or replaced there.
 ONE_FILE = (
-    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "tensorboardX", "tensorflow_datasets"),
-    *("tokenizers", "tqdm", "tyro"),
+    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "safetensors", "sentencepiece", "tensorboardX"),
+    *("tensorflow_datasets", "tokenizers", "tqdm", "tyro"),
 )
 
 MAX_LINES = 400

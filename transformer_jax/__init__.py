@@ -17,6 +17,7 @@ API = {
     "TokenizerConfig": "config",
     "TrainingConfig": "config",  # sections 5.3 and 5.4
     "DecodingConfig": "config",  # section 6.1
+    "preset": "presets",  # every choice of an implementation by name: preset("fairseq", vocab_size)
     "UserError": "errors",  # what every failure with a cure raises
     # The model: Linen modules and, under them, functions on arrays.
     "Transformer": "model.transformer",
@@ -41,6 +42,10 @@ API = {
     "train": "commands",
     "evaluate": "commands",
     "average": "commands",
+    # To and from other software.
+    "import_run": "interop.convert",
+    "export_run": "interop.convert",
+    "compare": "parity.command",  # compare("torch") -> ParityReport
 }
 
 __all__ = ["API", "__version__", *API]
@@ -59,9 +64,12 @@ if TYPE_CHECKING:
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.errors import UserError
     from transformer_jax.evaluation.scores import score_corpus
+    from transformer_jax.interop.convert import export_run, import_run
     from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
     from transformer_jax.model.positional import sinusoids
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
+    from transformer_jax.parity.command import compare
+    from transformer_jax.presets import preset
     from transformer_jax.training.loss import cross_entropy
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
     from transformer_jax.training.state import TrainState

@@ -54,6 +54,11 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
     if jax.process_count() > 1:
         raise UserError(f"{jax.process_count()} processes; training runs in one process so far, on all of its devices")
     run = RunFolder(Path(workdir))
+    if run.imported.is_file():
+        raise UserError(
+            f"{run.path} was imported: train a run of its own from it, with --training.init-from {run.path} and "
+            "another --workdir"
+        )
     steps = checkpoint_steps(run)
     # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
     run.open_for_training(config, is_bound=bool(steps))
@@ -170,11 +175,12 @@ def _check_same_function(old: Config, new: Config) -> None:
 
 def _asked(config: Config) -> dict[str, Any]:
     """What the test's figures depend on besides the run itself."""
-    return {
+    asked = {
         "decoding": dataclasses.asdict(config.decoding),
         "average_last": config.training.average_last,
         "test": config.data.test,
     }
+    return json.loads(json.dumps(asked))  # as it will be read back: with lists for tuples
 
 
 def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None:

@@ -155,8 +155,9 @@ class ModelConfig:
             f"model.norm_variant is {self.norm_variant!r} and model.d_model {self.d_model}: it needs at least 2",
         )
         ids = {name: getattr(self, name) for name in ("pad_id", "bos_id", "eos_id", "unk_id")}
-        rows = min(self.vocab_size, self.source_rows)
         for name, value in ids.items():
+            # An unknown word needs a row where it is read; a target vocabulary may be without.
+            rows = self.source_rows if name == "unk_id" else min(self.vocab_size, self.source_rows)
             _require(0 <= value < rows, f"model.{name} is {value}; it must lie in a vocabulary of {rows} rows")
         _require(self.pad_id != self.eos_id, f"model.pad_id {self.pad_id} and model.eos_id {self.eos_id} must differ")
 
@@ -287,9 +288,10 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids. The sizes come from model.vocab_size and model.source_vocab_size."""
 
-    kind: Literal["bpe", "word", "presegmented"] = "bpe"
+    kind: Literal["bpe", "word", "presegmented", "sentencepiece", "subword_nmt"] = "bpe"
     """bpe: byte pairs, any text round-trips. word: words between spaces. presegmented: text that subword-nmt has cut
-    already, with '@@ ' inside words; output is joined again."""
+    already, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt: those of an imported model;
+    they are not trained here."""
     joint: bool = True
     """One vocabulary for both sides; needed where embeddings are tied three ways."""
     min_frequency: int = 1
@@ -397,6 +399,11 @@ class DecodingConfig:
     """paper: when no live hypothesis can still win. huggingface, ctranslate2: as those do."""
     max_extra: int = 50
     """Longest output: the source's tokens plus this, EOS counted on both sides."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Ids that are never generated, besides padding and ids that the tokenizer does not have."""
+    renormalise: bool = False
+    """Ids that are never generated leave the softmax, so that the others' probabilities add up to 1 (Hugging Face's
+    renormalize_logits), rather than being struck out after it. Stopping ctranslate2 does so but for padding."""
     checkpoint: str = "last"
     """Which parameters: last, best, average, or the number of a step."""
     max_source: int = 1024
@@ -443,6 +450,12 @@ class Config:
             f"than model.max_length {self.model.max_length}, the rows of the learned position table",
         )
 
+        legal = set(range(self.model.vocab_size)) - {self.model.eos_id} if self.decoding.forbidden_ids else set()
+        _require(
+            legal.issuperset(self.decoding.forbidden_ids),
+            f"decoding.forbidden_ids is {self.decoding.forbidden_ids}; legal: ids below model.vocab_size "
+            f"{self.model.vocab_size} but for model.eos_id {self.model.eos_id}",
+        )
         _require(
             self.decoding.checkpoint != "best" or bool(self.data.valid),
             f"decoding.checkpoint is 'best' and data.valid {self.data.valid!r}: without validation there is no best",
@@ -506,8 +519,12 @@ def _from_dict(cls: Any, tree: Any, origin: str, prefix: str) -> Any:
 
 
 def _checked(kind: Any, value: Any, where: str) -> Any:
-    """`value` if it is of the annotated type (a scalar, Literal, or one of them or None), else UserError."""
+    """`value` if it is of the annotated type (a scalar, Literal, one of them or None, or a tuple), else UserError."""
     options = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{where} is {value!r}; it must be a list")
+        return tuple(_checked(options[0], item, where) for item in value)
     if typing.get_origin(kind) is Literal:
         if value not in options or isinstance(value, bool):
             raise UserError(f"{where} is {value!r}; legal: {', '.join(map(str, options))}")

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.config import (
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    load_config,
+)
 from transformer_jax.errors import UserError
 
 
@@ -46,7 +54,7 @@ def numbers_config() -> Config:
 def load_recipe(recipe: str) -> Config:
     """The configuration that `FILE` or `FILE:NAME` stands for.
 
-    The file's `get_config()` returns it; with a name, `get_config(NAME)`.
+    The file's `get_config()` returns it; with a name, `get_config(NAME)`. A run's `config.json` serves too.
 
     Raises:
         UserError: no such file, no `get_config` in it, or it knows no such name.
@@ -56,6 +64,8 @@ def load_recipe(recipe: str) -> Config:
         raise UserError(
             f"{path}: no such recipe; give a Python file that defines get_config(), such as configs/numbers.py"
         )
+    if path.endswith(".json"):
+        return load_config(Path(path))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is no Python file; a recipe is one that defines get_config()")

@@ -286,3 +286,20 @@ def test_token_log_probs():
         shared, [[-np.inf, np.log(p[1] / p[:2].sum()), -np.inf], [-np.inf, 0, -np.inf]], rtol=1e-5
     )
     assert np.all(np.asarray(token_log_probs(logits, 0, (0, 1, 2), renormalise=True)) == -np.inf)
+
+
+class Without(Model):
+    """The model whose logits for the padding and UNK are -inf: what is left shares all the probability."""
+
+    def step(self, tokens, state):
+        logits, state = super().step(tokens, state)
+        return logits.at[:, np.array([PAD, UNK])].set(-jnp.inf), state
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_renormalised_beams_are_those_of_a_model_without_the_forbidden_ids(stopping):
+    options = {"k": 3, "n_best": 3, "stopping": stopping, "alpha": 1.0, "length_penalty": "power"}
+    found = beams(Model(7), [4, 5, 6], [5, 5, 5], forbidden_ids=(PAD, UNK), renormalise=True, **options)
+    expected = beams(Without(7), [4, 5, 6], [5, 5, 5], **options)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-6)

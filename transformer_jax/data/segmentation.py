@@ -4,9 +4,11 @@ Ids 0 to 3 are `types.SPECIAL_TOKENS`. No text gives the id of a special token, 
 vocabulary give `unk_id`: a sentence that contains "</s>" cannot end early.
 """
 
+import base64
 import json
 import logging
 import re
+import typing
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +22,7 @@ from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["bpe", "word", "presegmented"]
+Kind = Literal["bpe", "word", "presegmented", "sentencepiece", "subword_nmt"]
 
 _BYTES = 256
 
@@ -31,7 +33,7 @@ class Tokenizer(ABC):
     Attributes:
         kind: bpe, word or presegmented.
         vocab_size: number of ids, special ones included.
-        pad_id, bos_id, eos_id, unk_id: the special ids.
+        pad_id, bos_id, eos_id, unk_id: the special ids; unk_id None: what is not in the vocabulary is an error.
     """
 
     kind: Kind
@@ -39,7 +41,7 @@ class Tokenizer(ABC):
     pad_id: int = PAD_ID
     bos_id: int = BOS_ID
     eos_id: int = EOS_ID
-    unk_id: int = UNK_ID
+    unk_id: int | None = UNK_ID
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -100,19 +102,37 @@ class WordTokenizer(Tokenizer):
 
     Args:
         kind: word or presegmented.
-        vocabulary: the word of each id; the special tokens stand first.
+        vocabulary: the word of each id, special tokens included.
+        special: the ids of PAD, BOS, EOS and of unknown words; None for the last: there is no such id.
     """
 
-    def __init__(self, kind: Literal["word", "presegmented"], vocabulary: Sequence[str]) -> None:
+    def __init__(
+        self,
+        kind: Literal["word", "presegmented"],
+        vocabulary: Sequence[str],
+        special: tuple[int, int, int, int | None] = (PAD_ID, BOS_ID, EOS_ID, UNK_ID),
+    ) -> None:
         self.kind = kind
         self.vocab_size = len(vocabulary)
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = special
         self._vocabulary = list(vocabulary)
-        special = len(SPECIAL_TOKENS)
-        self._ids = {word: i for i, word in enumerate(self._vocabulary[special:], special)}
+        self._ids = {word: i for i, word in enumerate(self._vocabulary) if i not in special}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        get, unknown = self._ids.get, self.unk_id
-        return [[get(word, unknown) for word in _words(self.kind, text)] for text in texts]
+        """Words outside the vocabulary give `unk_id`.
+
+        Raises:
+            UserError: there are some, and the vocabulary has no `unk_id`.
+        """
+        return [[self._id(word, line) for word in _words(self.kind, text)] for line, text in enumerate(texts, 1)]
+
+    def _id(self, word: str, line: int) -> int:
+        found = self._ids.get(word, self.unk_id)
+        if found is None:
+            raise UserError(
+                f"text {line}: {word!r} is not in the vocabulary, and this vocabulary has no token for unknown words"
+            )
+        return found
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """`unk_id` gives "<unk>": it stands for a word."""
@@ -124,13 +144,17 @@ class WordTokenizer(Tokenizer):
     def _join(self, words: Sequence[str]) -> str:
         line = " ".join(words)
         # The joints of subword-nmt: "wal@@ king" is "walking"; one at the end of a line joins nothing.
-        return re.sub("@@( |$)", "", line) if self.kind == "presegmented" else line
+        return line if self.kind == "word" else re.sub("@@( |$)", "", line)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         return [self._vocabulary[i] if 0 <= i < self.vocab_size else f"<{int(i)}>" for i in ids]
 
     def to_json(self) -> str:
-        return json.dumps({"kind": self.kind, "vocabulary": self._vocabulary}, ensure_ascii=False)
+        tree: dict[str, Any] = {"kind": self.kind, "vocabulary": self._vocabulary}
+        special = [self.pad_id, self.bos_id, self.eos_id, self.unk_id]
+        if special != [PAD_ID, BOS_ID, EOS_ID, UNK_ID]:
+            tree["special"] = special
+        return json.dumps(tree, ensure_ascii=False)
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
@@ -143,10 +167,15 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequ
         min_frequency: rarer words become unknown; rarer byte pairs are not merged.
 
     Raises:
-        UserError: bpe with a vocabulary too small for the 256 bytes.
+        UserError: bpe with a vocabulary too small for the 256 bytes; a kind that only comes with an imported model.
     """
     if kind == "bpe":
         return _train_byte_pairs(texts, vocab_size, min_frequency)
+    if kind not in ("word", "presegmented"):
+        raise UserError(
+            f"tokenizer.kind is {kind!r}: such a vocabulary comes with an imported model (training.init_from); "
+            "bpe, word and presegmented are trained here"
+        )
     counts = Counter(word for text in texts for word in _words(kind, text))
     known = sorted((w for w, n in counts.items() if n >= min_frequency), key=lambda word: (-counts[word], word))
     kept = known[: max(0, vocab_size - len(SPECIAL_TOKENS))]
@@ -171,10 +200,24 @@ def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
         if tree["kind"] == "bpe":
             return BytePairTokenizer(tree["library"])
         if tree["kind"] in ("word", "presegmented"):
-            return WordTokenizer(tree["kind"], tree["vocabulary"])
+            special = tree.get("special", [PAD_ID, BOS_ID, EOS_ID, UNK_ID])
+            return WordTokenizer(tree["kind"], tree["vocabulary"], tuple(special))
+        if tree["kind"] == "subword_nmt":
+            from transformer_jax.data.subword_nmt import SubwordTokenizer
+
+            return SubwordTokenizer(tree["merges"], tree["vocabulary"], tuple(tree["special"]))
+        if tree["kind"] == "sentencepiece":
+            from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+            model = base64.b64decode(tree["model"], validate=True)
+            clean_up = tree.get("clean_up", False)
+            return SentencePieceTokenizer(model, tree["vocabulary"], tuple(tree["special"]), clean_up)
+    except UserError as error:
+        raise UserError(f"{origin}: {error}") from error
     except Exception as error:  # the Rust library raises plain Exception
         raise UserError(f"{origin}: not a tokenizer: {type(error).__name__}: {error}") from error
-    raise UserError(f"{origin}: unknown kind {tree['kind']!r}; legal: bpe, word, presegmented")
+    legal = ", ".join(typing.get_args(Kind))
+    raise UserError(f"{origin}: unknown kind {tree['kind']!r}; legal: {legal}")
 
 
 def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:

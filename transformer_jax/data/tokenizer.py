@@ -43,7 +43,7 @@ class TokenizerPair:
                     f"set model.{field} to at least {tokenizer.vocab_size}, or use the tokenizer of this model"
                 )
             for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
-                if getattr(tokenizer, name) != getattr(model, name):
+                if getattr(tokenizer, name) not in (getattr(model, name), None):
                     raise UserError(
                         f"model.{name} is {getattr(model, name)}, but the {side} tokenizer's is "
                         f"{getattr(tokenizer, name)}: set model.{name} to that, or use the tokenizer of this model"
@@ -95,6 +95,6 @@ def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
 def _load(path: Path) -> Tokenizer:
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: the tokenizer cannot be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: the tokenizer cannot be read: {getattr(error, 'strerror', error)}") from error
     return tokenizer_from_json(text, str(path))

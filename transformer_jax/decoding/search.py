@@ -45,6 +45,7 @@ def greedy_search(
     eos_id: int,
     pad_id: int,
     forbidden_ids: Sequence[int] = (),
+    renormalise: bool = False,
 ) -> SearchResult:
     """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
 
@@ -57,6 +58,7 @@ def greedy_search(
         eos_id: the token that ends a sentence.
         pad_id: what follows it; never generated.
         forbidden_ids: more tokens that are never generated.
+        renormalise: these leave the softmax, rather than being struck out after it.
 
     Returns:
         One hypothesis a sentence (n = 1); its score is its log-probability.
@@ -68,7 +70,7 @@ def greedy_search(
 
     def advance(search: _Greedy) -> _Greedy:
         logits, state = step_fn(search.last, search.state)
-        log_probs = token_log_probs(logits, pad_id, forbidden_ids)
+        log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=renormalise)
         best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
         best_log_prob = jnp.take_along_axis(log_probs, best[:, None], axis=-1)[:, 0]
         stopped = search.done | (best_log_prob == -jnp.inf)  # the latter: every token is impossible
@@ -134,6 +136,7 @@ def beam_search(
     stopping: Stopping = "paper",
     n_best: int = 1,
     forbidden_ids: Sequence[int] = (),
+    renormalise: bool = False,
 ) -> SearchResult:
     """The hypotheses of the highest log P(y | x) / penalty(length) that a beam of k finds, k = `beam_size`.
 
@@ -166,6 +169,7 @@ def beam_search(
         stopping: which rule.
         n_best: n: how many hypotheses to return, at most k.
         forbidden_ids: more tokens that are never generated.
+        renormalise: these leave the softmax, rather than being struck out after it; so with ctranslate2 in any case.
 
     Returns:
         n hypotheses a sentence.
@@ -188,7 +192,7 @@ def beam_search(
         # The 2k best continuations, best first.
         logits, state = step_fn(search.last, search.state)
         v = logits.shape[-1]
-        next_log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=rule.renormalise)
+        next_log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=renormalise or rule.renormalise)
         log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, v)
         log_probs, flat = jax.lax.top_k(log_probs.reshape(b, k * v), 2 * k)
         parents, tokens = flat // v, (flat % v).astype(jnp.int32)

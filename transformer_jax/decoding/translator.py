@@ -88,7 +88,8 @@ class Translator:
             raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
         model, rows = self.config.model, self._encode(texts)
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
-        forbidden_ids = tuple(range(self.tokenizers.target.vocab_size, model.vocab_size))
+        unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
+        forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
         room = self._room()
         for indices, src in _batches(rows, self.config.decoding.batch_tokens, model.pad_id, room):
             lengths = np.zeros(len(src), np.int32)
@@ -181,15 +182,16 @@ def search(
         # Only what was decoded moves: the beams of a sentence share its source.
         return cache._replace(past=jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), cache.past))
 
-    ids = {"start_id": config.start_id, "eos_id": config.eos_id, "pad_id": config.pad_id}
+    if decoding.renormalise:
+        forbidden_ids = (config.pad_id, *forbidden_ids)
+    ids: dict[str, Any] = {"start_id": config.start_id, "eos_id": config.eos_id, "pad_id": config.pad_id}
+    ids |= {"forbidden_ids": forbidden_ids, "renormalise": decoding.renormalise}
     beam_size = decoding.beam_size
     if beam_size > 1:
         memory, src_mask = (jnp.repeat(leaf, beam_size, axis=0) for leaf in (memory, src_mask))
     cache = model.apply({"params": params}, memory, src_mask, max_length, method="init_cache")
     if beam_size == 1:
-        return greedy_search(
-            step_fn, cache, max_lengths=limits, max_length=max_length, forbidden_ids=forbidden_ids, **ids
-        )
+        return greedy_search(step_fn, cache, max_lengths=limits, max_length=max_length, **ids)
     return beam_search(
         step_fn,
         cache,
@@ -201,7 +203,6 @@ def search(
         length_penalty=decoding.length_penalty,
         stopping=decoding.stopping,
         n_best=n_best,
-        forbidden_ids=forbidden_ids,
         **ids,
     )
 

@@ -10,6 +10,7 @@ RUN/samples.jsonl        translations of a few validation sentences
 RUN/result.json          the figures on the test split, once the run is finished
 RUN/tensorboard/         the metrics again, for TensorBoard
 RUN/cache/               the encoded corpus; may be deleted
+RUN/imported.json        where the parameters come from, if not from training
 """
 
 import json
@@ -86,6 +87,11 @@ class RunFolder:
     def cache(self) -> Path:
         """`cache/`."""
         return self.path / "cache"
+
+    @property
+    def imported(self) -> Path:
+        """`imported.json`."""
+        return self.path / "imported.json"
 
     def load_config(self) -> Config:
         """The run's configuration.

@@ -1,0 +1,125 @@
+"""State dicts of annotated-transformer and of the opus_books teaching model."""
+
+import numpy as np
+import pytest
+from interop_cases import REAL, SRC, TGT_IN, assert_same_trees, logits, odd, random_params
+
+from transformer_jax.errors import UserError
+from transformer_jax.interop.annotated_format import OPUS_BOOKS, annotated_from_params, params_from_annotated
+
+CONVENTIONS = {
+    "norm_position": "pre",
+    "final_norm": True,
+    "norm_variant": "unbiased_std",
+    "norm_epsilon": 1e-6,
+    "attention_bias": True,
+    "logits_bias": True,
+    "tie_embeddings": "none",
+    "source_vocab_size": 19,
+    "decoder_num_heads": 3,
+}
+CONFIG = odd(**CONVENTIONS)
+
+
+class Teaching:
+    """The teaching model's forward pass from its state dict, in NumPy float64, written from its formulas."""
+
+    def __init__(self, state, heads):
+        self.state, self.heads = {name: np.asarray(value, np.float64) for name, value in state.items()}, heads
+
+    def linear(self, x, name):
+        return x @ self.state[f"{name}.weight"].T + self.state.get(f"{name}.bias", 0)
+
+    def norm(self, x, name):
+        scale, shift = self.state[f"{name}.alpha"], self.state[f"{name}.bias"]
+        return scale * (x - x.mean(-1, keepdims=True)) / (x.std(-1, ddof=1, keepdims=True) + 1e-6) + shift
+
+    def attention(self, x, memory, mask, name):
+        def split(y, letter):
+            y = self.linear(y, f"{name}.w_{letter}")
+            return y.reshape(*y.shape[:2], self.heads, -1).swapaxes(1, 2)
+
+        query, key, value = split(x, "q"), split(memory, "k"), split(memory, "v")
+        scores = np.where(mask, query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1]), -1e9)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out = (weights / weights.sum(-1, keepdims=True)) @ value
+        return self.linear(out.swapaxes(1, 2).reshape(*x.shape), f"{name}.w_o")
+
+    def feed_forward(self, x, name):
+        return self.linear(np.maximum(self.linear(x, f"{name}.linear_1"), 0), f"{name}.linear_2")
+
+    def embed(self, tokens, name):
+        table = self.state[f"{name}.embedding.weight"]
+        width = table.shape[1]
+        angle = np.arange(tokens.shape[1])[:, None] * np.exp(np.arange(0, width, 2) * -np.log(10000) / width)
+        positions = np.stack([np.sin(angle), np.cos(angle)], -1).reshape(-1, width)
+        return table[tokens] * np.sqrt(width) + positions
+
+    def __call__(self, src, tgt, layers):
+        src_mask = (src != 0)[:, None, None, :]
+        tgt_mask = (tgt != 0)[:, None, None, :] & np.tril(np.ones((tgt.shape[1],) * 2, bool))
+        x = self.embed(src, "src_embed")
+        for i in range(layers[0]):
+            name = f"encoder.layers.{i}"
+            y = self.norm(x, f"{name}.residual_connections.0.norm")
+            x = x + self.attention(y, y, src_mask, f"{name}.self_attention_block")
+            y = self.norm(x, f"{name}.residual_connections.1.norm")
+            x = x + self.feed_forward(y, f"{name}.feed_forward_block")
+        memory, x = self.norm(x, "encoder.norm"), self.embed(tgt, "tgt_embed")
+        for i in range(layers[1]):
+            name = f"decoder.layers.{i}"
+            y = self.norm(x, f"{name}.residual_connections.0.norm")
+            x = x + self.attention(y, y, tgt_mask, f"{name}.self_attention_block")
+            y = self.norm(x, f"{name}.residual_connections.1.norm")
+            x = x + self.attention(y, memory, src_mask, f"{name}.cross_attention_block")
+            y = self.norm(x, f"{name}.residual_connections.2.norm")
+            x = x + self.feed_forward(y, f"{name}.feed_forward_block")
+        return self.linear(self.norm(x, "decoder.norm"), "projection_layer.proj")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_teaching_model_equals_its_formulas(bias):
+    config = odd(**CONVENTIONS | {"attention_bias": bias})
+    params = random_params(config)
+    state = annotated_from_params(params, config, OPUS_BOOKS)
+    theirs = Teaching(state, 3)(SRC, TGT_IN, (2, 3))[REAL]
+    np.testing.assert_allclose(logits(config, params), theirs, atol=2e-5, rtol=1e-5)
+    assert_same_trees(params_from_annotated(state, config), params)
+
+
+def test_norms_of_one_number():
+    """Early versions have one scale and one shift for all columns."""
+    state = annotated_from_params(random_params(CONFIG), CONFIG, OPUS_BOOKS)
+    state = {name: value[:1] if ".norm." in name else value for name, value in state.items()}
+    theirs = Teaching(state, 3)(SRC, TGT_IN, (2, 3))[REAL]
+    np.testing.assert_allclose(logits(CONFIG, params_from_annotated(state, CONFIG)), theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_annotated_names_come_back():
+    params = random_params(CONFIG)
+    state = annotated_from_params(params, CONFIG)
+    assert state["decoder.layers.2.src_attn.linears.3.weight"].shape == (12, 12)
+    assert state["encoder.layers.1.sublayer.1.norm.a_2"].shape == (12,)
+    assert_same_trees(params_from_annotated(state, CONFIG), params)
+
+
+def test_stored_positions_are_compared():
+    from transformer_jax.model.positional import sinusoids
+
+    params = random_params(CONFIG)
+    state = annotated_from_params(params, CONFIG)
+    table = sinusoids(50, 12).astype(np.float32)[None]
+    assert_same_trees(params_from_annotated(state | {"src_embed.1.pe": table}, CONFIG), params)
+    with pytest.raises(UserError, match=r"src_embed.1.pe is not the table"):
+        params_from_annotated(state | {"src_embed.1.pe": table[:, 1:]}, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm_variant": "standard"}, {"norm_position": "post"}, {"final_norm": False}, {"positions": "halves"},
+     {"activation": "gelu"}, {"scale_embeddings": False}, {"position_offset": 1}],
+)  # fmt: skip
+def test_other_conventions_are_refused(changes):
+    config = odd(**CONVENTIONS | changes)
+    with pytest.raises(UserError, match=f"annotated cannot hold this model: .*{next(iter(changes))}"):
+        params_from_annotated({}, config)

@@ -1,0 +1,205 @@
+"""The commands import and export: runs that translate, folders that are not lost, files that execute nothing."""
+
+import json
+import os
+import pickle
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from interop_cases import assert_same_trees
+
+from transformer_jax import cli, commands
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.interop.convert import export_run, import_run
+from transformer_jax.run.checkpoint import checkpoint_steps, load_params
+from transformer_jax.run.folder import RunFolder
+
+TEXTS = ["twenty-one", "three hundred and four", "", "nine thousand"]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A run of two steps, with settings that every format can hold."""
+    path = tmp_path_factory.mktemp("interop") / "run"
+    config = Config(
+        model=ModelConfig(vocab_size=300, d_model=16, num_heads=2, num_layers=1, d_ff=24, norm_epsilon=1e-5),
+        data=DataConfig(
+            source="numbers", numbers_train=60, numbers_valid=4, numbers_test=4, batch_tokens=512, max_shapes=1
+        ),
+        tokenizer=TokenizerConfig(kind="bpe"),
+        training=TrainingConfig(num_steps=2, schedule="constant", peak_learning_rate=0.05, warmup_steps=1),
+        decoding=DecodingConfig(beam_size=2, length_penalty="power", alpha=1.0, max_extra=8),
+    )
+    commands.train(config, path, lambda line: None)
+    return path
+
+
+def command(*args):
+    return cli.main([*map(str, args), "--no-malloc-tuning"])
+
+
+def params_of(run):
+    folder = RunFolder(run)
+    return load_params(folder.checkpoints / str(checkpoint_steps(folder)[-1]), folder.load_config().model)
+
+
+@pytest.mark.parametrize("target", ["safetensors", "torch"])
+def test_there_and_back(target, run, tmp_path, capsys, optional_package):
+    optional_package("torch" if target == "torch" else "safetensors")
+    assert command("export", run, "--to", target, "--output", tmp_path / "out") == 0
+    assert command("import", "--from", target, tmp_path / "out", "--output", tmp_path / "back") == 0
+    assert_same_trees(params_of(tmp_path / "back"), params_of(run))
+    assert Translator.load(tmp_path / "back").translate(TEXTS) == Translator.load(run).translate(TEXTS)
+    assert commands.evaluate(tmp_path / "back")["bleu"] == commands.evaluate(run)["bleu"]
+    assert f"{tmp_path / 'out'}: config.json, exported.json, model." in capsys.readouterr().out
+
+
+def test_an_imported_run_is_fine_tuned(run, tmp_path, capsys):
+    import_run(export_run(run, "safetensors", tmp_path / "out"), "safetensors", tmp_path / "back")
+    assert command("train", tmp_path / "back" / "config.json", "--workdir", tmp_path / "back") == 1
+    assert "was imported: train a run of its own from it" in capsys.readouterr().err
+    tuned = tmp_path / "tuned"
+    start = ("--training.init-from", tmp_path / "back", "--training.num-steps", 1)
+    assert command("train", tmp_path / "back" / "config.json", "--workdir", tuned, *start) == 0
+    leaves = zip(jax.tree.leaves(params_of(tuned)), jax.tree.leaves(params_of(run)), strict=True)
+    differences = [float(np.abs(np.asarray(one) - np.asarray(other)).max()) for one, other in leaves]
+    assert 0 < max(differences) <= 0.051  # one Adam step of rate 0.05 from where the run stood
+    assert export_run(tuned, "safetensors", tmp_path / "again").is_dir()
+
+
+def test_a_bare_state_dict_needs_what_it_does_not_store(run, tmp_path, capsys, optional_package):
+    optional_package("torch")
+    export_run(run, "torch", tmp_path / "out")
+    bare = tmp_path / "bare.pt"
+    shutil.copy(tmp_path / "out" / "model.pt", bare)
+    start = ("import", "--from", "torch", bare, "--output", tmp_path / "new")
+    assert command(*start) == 1
+    assert "stores neither the number of heads" in capsys.readouterr().err
+    assert command(*start, "--config", run / "config.json") == 1
+    assert "stores no tokenizer: give one with --tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert command(*start, "--config", run / "config.json", "--tokenizer", run) == 0
+    assert_same_trees(params_of(tmp_path / "new"), params_of(run))
+
+
+def test_containers_of_training_scripts_are_opened(run, tmp_path, optional_package):
+    torch = optional_package("torch")
+    folder = export_run(run, "torch", tmp_path / "out")
+    state = torch.load(folder / "model.pt", weights_only=True)
+    torch.save({"epoch": 3, "model_state_dict": state, "optimizer_state_dict": {}}, folder / "model.pt")
+    import_run(folder, "torch", tmp_path / "new")
+    assert_same_trees(params_of(tmp_path / "new"), params_of(run))
+
+
+def test_output_that_is_not_empty(run, tmp_path):
+    out = export_run(run, "safetensors", tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="is not empty: give another output, or --overwrite"):
+        export_run(run, "safetensors", out)
+    export_run(run, "safetensors", out, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    (out / "thesis.tex").write_text("years of work")
+    (out / "exported.json").unlink()
+    with pytest.raises(UserError, match="exists and is not an exported model"):
+        export_run(run, "safetensors", out, overwrite=True)
+    assert (out / "thesis.tex").exists()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="exists and is not an exported model"):
+        export_run(run, "safetensors", tmp_path / "file", overwrite=True)
+    with pytest.raises(UserError, match="cannot write"):
+        export_run(run, "safetensors", tmp_path / "file" / "below")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
+    with pytest.raises(UserError, match="exists and is not an imported run"):
+        import_run(out, "safetensors", run, overwrite=True)
+    import_run(out, "safetensors", tmp_path / "back")
+    with pytest.raises(UserError, match="is not empty"):
+        import_run(out, "safetensors", tmp_path / "back")
+    import_run(out, "safetensors", tmp_path / "back", overwrite=True)
+    assert json.loads((tmp_path / "back" / "imported.json").read_text())["from"] == "safetensors"
+
+
+class Malicious:
+    """A pickle that, were it read without care, would make a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def damage(kind, folder, tmp_path, torch):
+    """Damages an export of the format torch or safetensors in one way."""
+    file = folder / ("model.safetensors" if (folder / "model.safetensors").exists() else "model.pt")
+    if kind == "truncated":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif kind == "noise":
+        file.write_bytes(bytes(range(256)) * 20)
+    elif kind == "empty":
+        file.write_bytes(b"")
+    elif kind == "pickle":
+        file.write_bytes(pickle.dumps({"a": Malicious(tmp_path / "made")}))
+    elif kind == "torch pickle":
+        torch.save({"a": Malicious(tmp_path / "made")}, file)
+    elif kind == "a list":
+        torch.save([1, 2], file)
+    elif kind == "no tensors":
+        torch.save({"lr": 0.1, "name": "x"}, file)
+
+
+@pytest.mark.parametrize("target", ["torch", "safetensors"])
+@pytest.mark.parametrize("kind", ["truncated", "noise", "empty", "pickle", "torch pickle", "a list", "no tensors"])
+def test_damaged_or_malicious_files(kind, target, run, tmp_path, optional_package, capsys):
+    torch = optional_package("torch")
+    folder = export_run(run, target, tmp_path / "out")
+    damage(kind, folder, tmp_path, torch)
+    assert command("import", "--from", target, folder, "--output", tmp_path / "new") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {folder}/model.")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "made").exists()
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_shapes_are_all_listed(run, tmp_path, capsys):
+    folder = export_run(run, "safetensors", tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    config["model"]["d_ff"] = 25
+    (folder / "config.json").write_text(json.dumps(config))
+    assert command("import", "--from", "safetensors", folder, "--output", tmp_path / "new") == 1
+    error = capsys.readouterr().err
+    assert error.count("has shape") == 6  # kernel of both products and bias of one, in two layers
+    assert "decoder/layer_0/feed_forward/outer/kernel has shape [24, 16], not [25, 16]" in error
+
+
+def test_tokenizer_of_another_size_is_refused(run, tmp_path, capsys):
+    folder = export_run(run, "safetensors", tmp_path / "out")
+    pair = TokenizerPair.load(run / "tokenizer")
+    tree = json.loads(pair.source.to_json())
+    (folder / "tokenizer" / "joint.json").write_text(json.dumps({"kind": "word", "vocabulary": ["w"] * 400}))
+    assert tree["kind"] == "bpe"
+    assert command("import", "--from", "safetensors", folder, "--output", tmp_path / "new") == 1
+    assert "the source tokenizer has 400 entries and the model's table 300 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("import", "--from", "marian", "nowhere", "--output", "x"), "nowhere: no such file or folder"),
+        (
+            ("import", "--from", "fairseq", ".", "--output", "x", "--mapping", "m"),
+            "mapping is given, and the format fairseq has no use",
+        ),
+        (("export", "nowhere", "--to", "torch", "--output", "x"), "nowhere is not a run"),
+    ],
+)
+def test_wrong_use(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(*args) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

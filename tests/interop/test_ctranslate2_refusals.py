@@ -1,0 +1,322 @@
+"""CTranslate2 folders that are damaged or say what is not done here, and those that say it in other words."""
+
+import dataclasses
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ctranslate2_cases import run, sentences, translated
+from interop_cases import odd, random_params
+
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.interop.ctranslate2_file import read_model_file, write_model_file
+from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
+from transformer_jax.interop.ctranslate2_weights import identify_positions
+from transformer_jax.model.positional import sinusoids
+from transformer_jax.model.transformer import Transformer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return exported(tmp_path, "paper")
+
+
+def exported(path, name):
+    config, params, pair = run(name)
+    write_ctranslate2(path, config, params, pair, warn=pytest.fail)
+    return path
+
+
+def change(folder, function):
+    """Changes the variables of a `model.bin`."""
+    variables = {name: np.array(value) for name, value in read_model_file(folder / "model.bin").variables.items()}
+    function(variables)
+    write_model_file(folder / "model.bin", variables, {})
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_every_truncation(folder):
+    content = (folder / "model.bin").read_bytes()
+    for length in [*range(60), *range(60, len(content), len(content) // 60)]:
+        (folder / "model.bin").write_bytes(content[:length])
+        with pytest.raises(UserError, match=r"model\.bin: not a readable CTranslate2 model"):
+            read_ctranslate2(folder)
+    (folder / "model.bin").write_bytes(content + b"\0")
+    with pytest.raises(UserError, match=r"1 bytes are left over"):
+        read_ctranslate2(folder)
+
+
+def header(version=6, spec=b"TransformerSpec", revision=7, variables=1):
+    name = struct.pack("<H", len(spec) + 1) + spec + b"\0"
+    return struct.pack("<I", version) + name + struct.pack("<II", revision, variables)
+
+
+def variable(name=b"a", shape=(1,), kind=0, size=4, data=b"\0" * 4):
+    dimensions = struct.pack(f"<B{len(shape)}I", len(shape), *shape)
+    return struct.pack("<H", len(name) + 1) + name + b"\0" + dimensions + struct.pack("<BI", kind, size) + data
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "it ends within the binary version"),
+        (b"PK\3\4 something else", "its binary version is 67324752; 2 to 6 are read"),
+        (header(version=7), "its binary version is 7"),
+        (header(version=1), "its binary version is 1"),
+        (header(spec=b"WhisperSpec"), "it is a 'WhisperSpec'; only TransformerSpec"),
+        (header(spec=b"\xff"), "the name of the model is not UTF-8"),
+        (header(revision=8), "TransformerSpec has revision 8; 1 to 7 are read"),
+        (header(variables=2**32 - 1), "the number of variables is 4294967295, more than there are bytes"),
+        (header() + variable(shape=(2**32 - 1,) * 8), r"a has shape \[.*bytes, and 4 are given"),
+        (header() + variable(shape=(1,) * 200), "a has 200 dimensions; at most 8 are read"),
+        (header() + variable(shape=(2**20, 2**10), size=2**32 - 1), "4294967296 bytes, and 4294967295 are given"),
+        (header() + variable(shape=(2**20,), size=2**22), "it ends within a: 4194304 bytes are needed"),
+        (header() + variable(kind=9), "a has the unknown type 9"),
+        (header(variables=2) + 2 * variable(), "it has a twice"),
+        (header() + variable() + struct.pack("<I", 1) + b"\2\0b\0\2\0c\0", "the alias b of c leads nowhere"),
+        *[
+            (header() + variable(kind=kind, size=size, data=b"\0" * size), f"a holds {name} weights.*--quantization")
+            for kind, size, name in ((1, 1, "int8"), (2, 2, "int16"), (4, 2, "float16"), (5, 2, "bfloat16"))
+        ],
+    ],
+)
+def test_damaged_containers(tmp_path, content, message):
+    (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_ctranslate2(tmp_path)
+
+
+def test_old_binary_versions(tmp_path):
+    """Before version 4 a variable says the size of an item and their number."""
+    old = header(version=3) + variable(kind=4, size=1, data=struct.pack("<f", 2.5)) + struct.pack("<I", 0)
+    (tmp_path / "model.bin").write_bytes(old)
+    np.testing.assert_array_equal(read_model_file(tmp_path / "model.bin").variables["a"], [2.5])
+    (tmp_path / "model.bin").write_bytes(header(version=3) + variable(kind=1, size=1, data=b"\0"))
+    with pytest.raises(UserError, match="a holds int8 weights"):
+        read_model_file(tmp_path / "model.bin")
+
+
+def test_all_wrong_weights_are_listed(folder):
+    def damage(variables):
+        variables["encoder/layer_0/ffn/linear_0/weight"][1, 2] = np.nan
+        variables["decoder/layer_1/ffn/linear_1/bias"] = np.zeros(5, np.float32)
+        variables["decoder/layer_0/attention/linear_1/weight"] = np.zeros((24, 5), np.float32)
+        variables["decoder/layer_0/self_attention/relative_position_keys"] = np.zeros((3, 4), np.float32)
+        del variables["decoder/layer_0/attention/layer_norm/beta"]
+
+    change(folder, damage)
+    with pytest.raises(UserError, match="does not fit the model") as error:
+        read_ctranslate2(folder)
+    for problem in (
+        "encoder/layer_0/ffn/linear_0/weight holds numbers that are not finite",
+        "decoder/layer_1/ffn/linear_1/bias has shape [5], not [12]",
+        "decoder/layer_0/attention/linear_1/weight has shape [24, 5], not [24, 12]",
+        "decoder/layer_0/self_attention/relative_position_keys [3, 4] is left over",
+        "decoder/layer_0/attention/layer_norm/beta is missing",
+    ):
+        assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("encoder/activation", np.int8(1), "encoder/activation is 1; known: {0: 'relu'"),
+        ("encoder/activation", np.int8(2), "activation is 'swish' in the encoder and 'relu' in the decoder"),
+        ("decoder/pre_norm", np.int8(1), "norm_position is 'post' in the encoder and 'pre' in the decoder"),
+        ("decoder/scale_embeddings", np.int8(0), "scale_embeddings is True in the encoder and False in the decoder"),
+        ("decoder/scale_embeddings", np.float32(2), r"decoder/scale_embeddings is 2\.0; only 1 and sqrt"),
+        ("decoder/scale_outputs", np.float32(0.5), r"does not know: decoder/scale_outputs 0\.5"),
+        ("decoder/alibi", np.int8(1), "does not know: decoder/alibi 1"),
+        ("decoder/layer_0/self_attention/queries_scale", np.float32(1), "does not know: .*queries_scale"),
+        ("encoder/layer_norm/gamma", np.ones(12, np.float32), "only one of the two stacks ends with a norm"),
+        ("encoder/layer_0/ffn/linear_0/weight", None, "encoder/layer_0/ffn/linear_0/weight is missing"),
+        ("decoder/embeddings/weight", None, "decoder/embeddings/weight is missing"),
+    ],
+)
+def test_variables(folder, name, value, message):
+    change(folder, lambda variables: variables.pop(name) if value is None else variables.update({name: value}))
+    with pytest.raises(UserError, match=message):
+        read_ctranslate2(folder)
+
+
+def test_number_of_heads(folder):
+    with pytest.raises(UserError, match="the encoder has 3 attention heads, and num_heads is 4"):
+        read_ctranslate2(folder, num_heads=4)
+    change(folder, lambda variables: [variables.pop(f"{stack}/num_heads") for stack in ("encoder", "decoder")])
+    with pytest.raises(UserError, match=r"does not store the number of attention heads: give it \(num_heads"):
+        read_ctranslate2(folder)
+    assert read_ctranslate2(folder, num_heads=6).config.model.decoder.num_heads == 6
+    change(folder, lambda variables: variables.update({"num_heads": np.int8(4)}))
+    assert read_ctranslate2(folder).config.model.num_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("add_source_bos", True, "add_source_bos is True"),
+        ("multi_query_attention", True, "multi_query_attention is True"),
+        ("quantization_type", 1, "quantization_type is 1"),
+        ("decoder_start_token", None, "decoder_start_token is null"),
+        ("decoder_start_token", "<other>", "decoder_start_token is '<other>', which the target vocabulary does not"),
+        ("eos_token", "<other>", "eos_token is '<other>', which the target vocabulary does not have"),
+        ("layer_norm_epsilon", "small", "layer_norm_epsilon is 'small'"),
+    ],
+)
+def test_config_json(folder, name, value, message):
+    change_json(folder / "config.json", **{name: value})
+    with pytest.raises(UserError, match=message):
+        read_ctranslate2(folder)
+
+
+def test_vocabularies(folder):
+    path = folder / "shared_vocabulary.json"
+    words = json.loads(path.read_text())
+    for content, message in (
+        ("{", "not a vocabulary"),
+        ("{}", "not a vocabulary: a list of tokens is needed"),
+        (json.dumps([*words[:-1], 3]), "not a vocabulary"),
+        (json.dumps([*words[:-1], "w3"]), "has the token 'w3' twice"),
+        (json.dumps([*words, "more"]), r"has 23 tokens, and the source table 22 rows"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=rf"shared_vocabulary\.json:? {message}"):
+            read_ctranslate2(folder)
+    path.unlink()
+    with pytest.raises(UserError, match=r"neither shared_vocabulary\.json nor source_vocabulary\.json"):
+        read_ctranslate2(folder)
+    (folder / "source_vocabulary_1.json").write_text("[]")
+    with pytest.raises(UserError, match="more than one vocabulary"):
+        read_ctranslate2(folder)
+    (folder / "source_vocabulary.json").write_text(json.dumps(["</s>", "<unk>", "<s>", "<pad>", *words[4:]]))
+    (folder / "target_vocabulary.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match=r"id \d is '.*' in the source and '.*' in the target"):
+        read_ctranslate2(folder)
+    (folder / "source_vocabulary.json").write_text(json.dumps(["<pad>", "<s>", *words[4:]]))
+    with pytest.raises(UserError, match=r"id 2 is 'w0' in the source and '</s>' in the target"):
+        read_ctranslate2(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_variant": "unbiased_std"}, "model.norm_variant is 'unbiased_std' and ctranslate2 has only 'standard'"),
+        ({"d_k": 5}, r"d_k 5.*\(fields d_k"),
+        ({"decoder_d_v": 5}, r"d_v 5.*decoder_d_v\)"),
+        ({"decoder_start": "pad", "pad_id": 22}, "model.decoder_start is 'pad', and the id 22 is no token"),
+    ],
+)
+def test_export_refusals(tmp_path, changes, message):
+    config, _, pair = run("paper")
+    config = dataclasses.replace(config, model=odd(**changes))
+    with pytest.raises(UserError, match=message):
+        write_ctranslate2(tmp_path, config, random_params(config.model), pair, warn=pytest.fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_padding(optional_package, tmp_path):
+    """It gets a row more, which changes nothing: no sentence has it and none ends in it."""
+    ctranslate2 = optional_package("ctranslate2")
+    config, params, pair = run("paper")
+    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    words = json.loads((tmp_path / "shared_vocabulary.json").read_text())
+    (tmp_path / "shared_vocabulary.json").write_text(json.dumps(["w99", *words[1:]]))
+    for file in (tmp_path / "tokenizer").iterdir():
+        file.unlink()
+    (tmp_path / "tokenizer").rmdir()
+    imported = read_ctranslate2(tmp_path)
+    model = imported.config.model
+    assert (model.pad_id, model.vocab_size, model.logits_bias) == (22, 23, True)
+    assert imported.tokenizers.source.encode(["w99 w0 nothing"]) == [[0, 4, 3]]
+    translator = ctranslate2.Translator(str(tmp_path), device="cpu", inter_threads=1, intra_threads=1)
+    decoding = dataclasses.replace(imported.config.decoding, beam_size=1, max_extra=5)
+    ours = Translator(dataclasses.replace(imported.config, decoding=decoding), imported.params, imported.tokenizers)
+    lines = sentences()
+    for line, (found,) in zip(lines, ours.translate_n_best(lines, 1), strict=True):
+        words = found.text.split()
+        expected = translator.score_batch([line.split()], [words])[0].log_probs[: found.num_tokens]
+        assert abs(found.log_prob - sum(expected)) < 1e-4
+    (tmp_path / "other").mkdir()
+    write_ctranslate2(tmp_path / "other", imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
+    again = read_ctranslate2(tmp_path / "other")
+    assert again.config.model.pad_id == 22
+
+
+def logits(imported):
+    model = imported.config.model
+    tokens = jnp.asarray(np.random.default_rng(0).integers(4, 20, (2, 9)))
+    params = jax.tree.map(jnp.asarray, imported.params)
+    return np.asarray(Transformer(model).apply({"params": params}, tokens, tokens))
+
+
+def test_the_same_in_other_words(folder):
+    """Older names and files, and a factor where others have a flag."""
+    expected = logits(read_ctranslate2(folder))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "shared_vocabulary.txt").write_text(
+        "\n".join(json.loads((folder / "shared_vocabulary.json").read_text()))
+    )
+    (folder / "shared_vocabulary.json").unlink()
+
+    def rename(variables):
+        variables["encoder/embeddings/weight"] = variables.pop("encoder/embeddings_0/weight")
+        for stack in ("encoder", "decoder"):
+            variables[f"{stack}/scale_embeddings"] = np.float32(np.sqrt(np.float32(12)))
+        variables["with_source_eos"] = np.int8(1)
+
+    change(folder, rename)
+    (folder / "config.json").write_text(json.dumps({"layer_norm_epsilon": settings["layer_norm_epsilon"]}))
+    imported = read_ctranslate2(folder)
+    assert imported.config.model.source_eos
+    assert imported.config.model.tie_embeddings == "all"
+    np.testing.assert_array_equal(logits(imported), expected)
+
+
+def test_positions_that_are_not_stored(optional_package, folder):
+    """The package computes its own."""
+    change(
+        folder, lambda variables: [variables.pop(f"{s}/position_encodings/encodings") for s in ("encoder", "decoder")]
+    )
+    model = read_ctranslate2(folder).config.model
+    assert (model.positions, model.position_exponent, model.position_offset) == ("halves", "tensor2tensor", 1)
+    config, _, _ = run("paper")
+    imported = read_ctranslate2(folder)
+    decoding = dataclasses.replace(config.decoding, forbidden_ids=(0,))
+    config = dataclasses.replace(imported.config, decoding=decoding)
+    found = Translator(config, imported.params, imported.tokenizers).translate_n_best(sentences(), 1)
+    expected = translated(optional_package("ctranslate2"), folder, sentences(), config)
+    for (ours,), ((_, log_prob), *_) in zip(found, expected, strict=True):
+        assert abs(ours.log_prob - log_prob) < 1e-4
+
+
+def test_one_stored_table_of_positions(folder):
+    """The other stack's is the one that the package computes: here both are learned ones."""
+    stored = read_model_file(folder / "model.bin").variables["decoder/position_encodings/encodings"]
+    change(folder, lambda variables: variables.pop("encoder/position_encodings/encodings"))
+    imported = read_ctranslate2(folder)
+    assert imported.config.model.positions == "learned"
+    np.testing.assert_array_equal(imported.params["target_positions"]["table"], stored)
+    expected = sinusoids(50, 12, "halves", "tensor2tensor", 1)
+    np.testing.assert_allclose(imported.params["source_positions"]["table"], expected, rtol=0, atol=1e-6)
+
+
+def test_identified_positions():
+    for layout in ("interleaved", "halves"):
+        for exponent in ("paper", "tensor2tensor"):
+            for offset in range(4):
+                table = sinusoids(300, 12, layout, exponent, offset).astype(np.float32)
+                assert identify_positions(table) == (layout, exponent, offset)
+    assert identify_positions(table + np.float32(1e-3)) is None
+    table[299, 3] += 1e-3
+    assert identify_positions(table) is None
+    # Angles in float32, as other programs compute them.
+    angles = np.arange(2000, dtype=np.float32)[:, None] / np.float32(10000.0) ** (np.arange(6, dtype=np.float32) / 6)
+    table = np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(2000, 12)
+    assert identify_positions(table) == ("interleaved", "paper", 0)
+    assert identify_positions(np.zeros((9, 5), np.float32)) is None

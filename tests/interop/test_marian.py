@@ -1,0 +1,225 @@
+"""Marian folders as transformers saves them: the same ids, logits and translations as `MarianMTModel`."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interop_cases import assert_same_trees
+from marian_cases import LINES, batch, compare_outputs, generated, make_folder, marian_logits, with_decoding
+
+from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.errors import UserError
+from transformer_jax.interop.marian_format import read_marian, write_marian
+from transformer_jax.model.transformer import Transformer
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:FutureWarning:transformers", "ignore:.*:DeprecationWarning:transformers"
+)
+# What transformers can say: one table for all, one for target and logits, none in common.
+TIES = {
+    "all": {},
+    "target": {"separate": True},
+    "target, one vocabulary": {"share_encoder_decoder_embeddings": False},
+    "none": {"separate": True, "tie_word_embeddings": False},
+    "none, one vocabulary": {"tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module")
+def transformers(optional_package):
+    for name in ("torch", "sentencepiece", "sacremoses", "safetensors"):
+        optional_package(name)
+    return optional_package("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(transformers, tmp_path_factory):
+    path = tmp_path_factory.mktemp("marian")
+    make_folder(path)
+    return path
+
+
+def assert_same_logits(imported, model):
+    config = imported.config.model
+    src, tgt = batch(config.source_rows, config.vocab_size, config.pad_id, config.start_id, config.eos_id)
+    expected, real = marian_logits(model, src, tgt, config.pad_id)
+    params = jax.tree.map(jnp.asarray, imported.params)
+    found = Transformer(config).apply({"params": params}, jnp.asarray(src), jnp.asarray(tgt))
+    np.testing.assert_allclose(np.asarray(found)[real], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tie", TIES)
+def test_logits(transformers, tmp_path, tie):
+    model = make_folder(tmp_path, std=0.3, **TIES[tie])
+    imported = read_marian(tmp_path)
+    assert imported.config.model.tie_embeddings == tie.partition(",")[0]
+    assert imported.config.tokenizer.joint == (not TIES[tie].get("separate", False))
+    assert_same_logits(imported, model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_function": "gelu", "scale_embedding": False},
+        {"activation_function": "relu", "decoder_start_token_id": 0},
+        {"activation_function": "silu", "decoder_start_token_id": 5},
+    ],
+)
+def test_settings(transformers, tmp_path, changes):
+    model = make_folder(tmp_path, std=0.3, **changes)
+    imported = read_marian(tmp_path)
+    start = {0: "eos", 5: "bos"}.get(changes.get("decoder_start_token_id"), "pad")
+    assert imported.config.model.decoder_start == start
+    assert_same_logits(imported, model)
+
+
+def test_configuration(folder):
+    config = read_marian(folder).config
+    model, decoding = config.model, config.decoding
+    assert (model.num_layers, model.decoder.num_layers, model.num_heads, model.decoder.num_heads) == (1, 2, 3, 2)
+    assert (model.positions, model.position_exponent, model.position_offset) == ("halves", "paper", 0)
+    assert (model.norm_epsilon, model.decoder_start, model.max_length) == (1e-5, "pad", 64)
+    assert model.attention_bias
+    assert model.logits_bias
+    assert (decoding.beam_size, decoding.alpha, decoding.length_penalty) == (4, 1.0, "power")
+    assert (decoding.stopping, decoding.max_extra, decoding.max_source) == ("huggingface", 49, 64)
+    assert decoding.forbidden_ids == ()  # padding is forbidden anyway
+    assert Config.from_json(config.to_json()) == config
+
+
+def test_tokenizers(folder, transformers):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    pair = read_marian(folder).tokenizers
+    assert pair.source.encode(LINES) == [ids[:-1] for ids in tokenizer(LINES).input_ids]
+    assert pair.target.encode(LINES) == [ids[:-1] for ids in tokenizer(text_target=LINES).input_ids]
+
+
+def test_spaces_before_punctuation(folder, transformers, tmp_path):
+    """Folders that were saved by transformers 4 ask for the clean-up."""
+    copy(folder, tmp_path)
+    change_json(tmp_path / "tokenizer_config.json", clean_up_tokenization_spaces=True)
+    imported = read_marian(tmp_path)
+    assert imported.tokenizers.source.clean_up
+    assert imported.tokenizers.target.clean_up
+    (tmp_path / "again").mkdir()
+    write_marian(tmp_path / "again", imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again").clean_up_tokenization_spaces
+    assert read_marian(tmp_path / "again").tokenizers.target.clean_up
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_greedy_search(transformers, tmp_path, separate):
+    model = make_folder(tmp_path, separate)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    translator = with_decoding(read_marian(tmp_path), beam_size=1)
+    for line, (found,) in zip(LINES, translator.translate_n_best(LINES, 1), strict=True):
+        text, ids, _ = generated(model, tokenizer, line, num_beams=1)
+        assert (found.text, found.num_tokens) == (text, len(ids))
+
+
+@pytest.mark.parametrize(("alpha", "renormalise"), [(1.0, False), (0.6, True)])
+def test_beam_search(folder, transformers, tmp_path, alpha, renormalise):
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    copy(folder, tmp_path)
+    change_json(tmp_path / "generation_config.json", renormalize_logits=renormalise, length_penalty=alpha)
+    settings = {"num_beams": 4, "length_penalty": alpha, "renormalize_logits": renormalise}
+    differing, worst = compare_outputs(with_decoding(read_marian(tmp_path)), model, tokenizer, LINES, **settings)
+    assert differing == []
+    assert worst < 1e-4
+
+
+def test_forbidden_ids(folder, transformers, tmp_path):
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = generated(model, tokenizer, LINES[0], num_beams=1)[1]
+    forbidden = sorted(set(ids) - {0})[:4]
+    copy(folder, tmp_path)
+    change_json(tmp_path / "config.json", bad_words_ids=[[forbidden[0]], [0]])
+    change_json(tmp_path / "generation_config.json", bad_words_ids=None, suppress_tokens=forbidden[1:])
+    imported = read_marian(tmp_path)
+    assert imported.config.decoding.forbidden_ids == tuple(forbidden)
+    text = imported.config.to_json()
+    assert Config.from_json(text) == imported.config
+    for wrong in ("3", '["3"]'):
+        with pytest.raises(UserError, match=r"decoding\.forbidden_ids is .*; it must be"):
+            Config.from_json(re.sub(r'(?s)("forbidden_ids": )\[.*?\]', rf"\g<1>{wrong}", text))
+    bad_words = [[i] for i in [forbidden[0], model.config.pad_token_id]]
+    settings = {"bad_words_ids": bad_words, "suppress_tokens": forbidden[1:]}
+    for beams in (1, 4):
+        translator = with_decoding(imported, beam_size=beams)
+        differing, _ = compare_outputs(translator, model, tokenizer, LINES, num_beams=beams, **settings)
+        assert differing == []
+
+
+def test_pytorch_model_bin(folder, transformers, tmp_path):
+    import torch
+
+    model = transformers.MarianMTModel.from_pretrained(folder)
+    copy(folder, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    # As older releases wrote it: tied tables and tables of positions are there too.
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert "lm_head.weight" in model.state_dict()
+    assert "model.encoder.embed_positions.weight" in model.state_dict()
+    assert_same_trees(read_marian(tmp_path).params, read_marian(folder).params)
+
+
+def test_an_imported_model_is_exported_again(folder, transformers, tmp_path):
+    imported = read_marian(folder)
+    write_marian(tmp_path, imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
+    again = read_marian(tmp_path)
+    assert_same_trees(again.params, imported.params)
+    assert same_but_for_the_limit(again.config, imported.config)
+    assert (tmp_path / "source.spm").read_bytes() == (folder / "source.spm").read_bytes()
+    model = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer(LINES).input_ids == transformers.AutoTokenizer.from_pretrained(folder)(LINES).input_ids
+    translator = with_decoding(imported)
+    assert compare_outputs(translator, model, tokenizer, LINES, num_beams=4)[0] == []
+
+
+def test_separate_vocabularies_are_exported_again(transformers, tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    make_folder(tmp_path / "first", separate=True)
+    imported = read_marian(tmp_path / "first")
+    write_marian(tmp_path / "second", imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
+    again = read_marian(tmp_path / "second")
+    assert_same_trees(again.params, imported.params)
+    assert same_but_for_the_limit(again.config, imported.config)
+    model = transformers.MarianMTModel.from_pretrained(tmp_path / "second").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "second")
+    assert compare_outputs(with_decoding(imported), model, tokenizer, LINES, num_beams=4)[0] == []
+
+
+def test_a_small_limit_is_kept(folder, tmp_path):
+    copy(folder, tmp_path)
+    for settings, expected in (({"max_length": 30}, 29), ({"max_length": 512}, 128), ({"max_new_tokens": 7}, 7)):
+        change_json(tmp_path / "generation_config.json", **settings)
+        assert read_marian(tmp_path).config.decoding.max_extra == expected
+    (tmp_path / "generation_config.json").unlink()
+    assert read_marian(tmp_path).config.decoding == DecodingConfig(
+        beam_size=1, alpha=1.0, length_penalty="power", stopping="huggingface", max_extra=128, max_source=64
+    )
+
+
+def same_but_for_the_limit(one, other):
+    """Whether two configurations are equal; a limit of its own kind is written for transformers."""
+    decoding = dataclasses.replace(one.decoding, max_extra=other.decoding.max_extra)
+    return dataclasses.replace(one, decoding=decoding) == other
+
+
+def copy(folder, to):
+    """Copies the files of a folder."""
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+
+
+def change_json(path, **changes):
+    """Changes fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,178 @@
+"""Our models as Marian folders: transformers loads them, and gives the same ids, logits and translations."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interop_cases import odd, random_params
+from marian_cases import EXTRA, batch, compare_outputs, marian_logits
+
+from transformer_jax.config import Config, DecodingConfig, TokenizerConfig
+from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.interop.marian_format import marian_tensors, read_marian, write_marian
+from transformer_jax.model.transformer import Transformer
+
+TEXTS = ["the cat sat", "a dog runs ! the park", "die Katze saß", "walk@@ ing in the pa@@ rk"] * 3
+# As many tokens that one shape is compiled.
+LINES = ["the cat sat", "a dog runs", "the die ß", "cat cat@@ a"]
+ODD_TEXT = [
+    "", " ", "the cat", "  two  spaces ", "unseen ж 漢字", "<s> a</s> </s> <pad> x <unk>", "walk@@ ing pa@@",
+    "a @@ the@@",
+    "tab\tand\u00a0nbsp\u2003em\x1cfs\x85nel", "cat@@@@ sat", "\u200bzero <s_> ",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers(optional_package):
+    for name in ("torch", "safetensors"):
+        optional_package(name)
+    optional_package("torch").set_num_threads(1)
+    return optional_package("transformers")
+
+
+def run(kind="bpe", texts=TEXTS, spare=3, **model):
+    """A configuration, random parameters and a tokenizer of fewer entries than the model has rows."""
+    tokenizer = train_tokenizer(kind, texts, 280 if kind == "bpe" else 60, 1)
+    sizes = {"num_layers": 1, "decoder_num_layers": 2, "vocab_size": tokenizer.vocab_size + spare}
+    config = Config(
+        model=odd(**(sizes | model)),
+        tokenizer=TokenizerConfig(kind=kind),
+        decoding=DecodingConfig(
+            beam_size=4, alpha=0.6, length_penalty="power", stopping="huggingface", max_extra=EXTRA, forbidden_ids=(9,)
+        ),
+    )
+    return config, random_params(config.model), TokenizerPair(tokenizer, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"positions": "halves", "logits_bias": True, "attention_bias": True},
+        {"tie_embeddings": "target", "activation": "swish", "attention_bias": True},
+        {"tie_embeddings": "none", "activation": "gelu", "scale_embeddings": False, "decoder_start": "eos"},
+        {"decoder_start": "pad", "logits_bias": True, "source_eos": False},
+    ],
+)
+def test_logits_and_import(transformers, tmp_path, model):
+    config, params, pair = run("word", **model)
+    write_marian(tmp_path, config, params, pair, warn=pytest.fail)
+    src, tgt = batch(config.model.vocab_size, config.model.vocab_size, 0, config.model.start_id, config.model.eos_id)
+    expected, real = marian_logits(transformers.MarianMTModel.from_pretrained(tmp_path).eval(), src, tgt, 0)
+    src, tgt = jnp.asarray(src), jnp.asarray(tgt)
+
+    def logits(config, params):
+        params = jax.tree.map(jnp.asarray, params)
+        return np.asarray(Transformer(config.model).apply({"params": params}, src, tgt))[real]
+
+    np.testing.assert_allclose(logits(config, params), expected, rtol=0, atol=1e-5)
+    again = read_marian(tmp_path)
+    np.testing.assert_allclose(logits(again.config, again.params), expected, rtol=0, atol=1e-5)
+    assert again.tokenizers.source.to_json() == pair.source.to_json()
+    assert again.tokenizers.joint
+    assert again.config.model.start_id == config.model.start_id
+    unnamed = tuple(range(pair.target.vocab_size, config.model.vocab_size))
+    assert again.config.decoding.forbidden_ids == tuple(sorted({9, *unnamed}))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+def test_tokenizer(transformers, tmp_path, kind):
+    # A word that is spelled like a special token is a word: it has an id of its own.
+    texts = TEXTS if kind == "bpe" else [*TEXTS, "<s> <s_>"]
+    config, params, pair = run(kind, texts)
+    write_marian(tmp_path, config, params, pair, warn=pytest.fail)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    lines = [*TEXTS, *ODD_TEXT]
+    expected = pair.source.encode(lines)
+    assert tokenizer(lines).input_ids == [[*ids, 2] for ids in expected]
+    rows = [*expected, [1, 5, 0, 7, 2, 0]]
+    assert [tokenizer.decode(row, skip_special_tokens=True) for row in rows] == pair.target.decode(
+        [[i for i in row if i != 3] for row in rows]
+    )
+    names = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id)
+    assert names == (0, 1, 2, 3)
+    assert tokenizer.pad_token == "<pad>"
+
+
+def test_source_without_eos(transformers, tmp_path):
+    config, params, pair = run("word", source_eos=False)
+    write_marian(tmp_path, config, params, pair, warn=pytest.fail)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path)(["the cat"]).input_ids == pair.source.encode(
+        ["the cat"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word"])
+def test_translations(transformers, tmp_path, kind):
+    config, params, pair = run(kind, logits_bias=True)
+    write_marian(tmp_path, config, params, pair, warn=pytest.fail)
+    model = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert model.generation_config.num_beams == 4
+    assert model.generation_config.max_length == 40  # all that the table of positions has
+    for beams in (1, 4):
+        changed = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, beam_size=beams))
+        translator = Translator(changed, params, pair)
+        differing, worst = compare_outputs(translator, model, tokenizer, LINES, num_beams=beams)
+        assert differing == []
+        assert worst < 1e-4
+
+
+def test_what_generate_does_otherwise_is_said(tmp_path):
+    config, params, pair = run("word")
+    decoding = DecodingConfig()
+    said = []
+    write_marian(tmp_path, dataclasses.replace(config, decoding=decoding), params, pair, said.append)
+    assert len(said) == 2
+    assert "decoding.length_penalty is 'gnmt'" in said[0]
+    assert "decoding.stopping is 'paper'" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("norm_position", "pre"),
+        ("final_norm", True),
+        ("norm_epsilon", 1e-6),
+        ("norm_variant", "unbiased_std"),
+        ("positions", "learned"),
+        ("position_exponent", "tensor2tensor"),
+        ("position_offset", 1),
+        ("decoder_start", "zeros"),
+        ("d_k", 5),
+        ("decoder_d_v", 5),
+    ],
+)
+def test_refusals(field, value):
+    config = odd(**{field: value})
+    with pytest.raises(UserError, match=rf"marian cannot hold this model: .*{field}"):
+        marian_tensors(random_params(config), config)
+
+
+def test_refused_tokenizers(tmp_path):
+    config, params, pair = run("word", tie_embeddings="target")
+    other = train_tokenizer("word", TEXTS, 60, 1)
+    with pytest.raises(UserError, match=r"tokenizer\.joint is False, and a Marian folder has one vocabulary"):
+        write_marian(tmp_path, config, params, TokenizerPair(pair.source, other), pytest.fail)
+    other.kind, other.to_json = "subword_nmt", lambda: "{}"
+    with pytest.raises(UserError, match=r"tokenizer\.kind is 'subword_nmt'"):
+        write_marian(tmp_path, config, params, TokenizerPair(other, other), pytest.fail)
+
+
+def test_a_sentencepiece_pair_cannot_do_without_eos(optional_package, tmp_path):
+    optional_package("sentencepiece")
+    from marian_cases import pieces, train_model
+
+    from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
+
+    model = train_model(TEXTS)
+    words = ["</s>", "<unk>", *pieces(model), "<pad>"]
+    tokenizer = SentencePieceTokenizer(model, {w: i for i, w in enumerate(words)}, (len(words) - 1, 0, 0, 1))
+    ids = {"pad_id": len(words) - 1, "bos_id": 0, "eos_id": 0, "unk_id": 1, "vocab_size": len(words)}
+    config = Config(model=odd(source_eos=False, **ids))
+    with pytest.raises(UserError, match=r"model\.source_eos is False"):
+        write_marian(tmp_path, config, random_params(config.model), TokenizerPair(tokenizer, tokenizer), pytest.fail)

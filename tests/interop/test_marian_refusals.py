@@ -1,0 +1,243 @@
+"""Marian folders that are damaged, incomplete, or say what is not done here; and what an import costs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from marian_cases import make_folder
+
+from transformer_jax.errors import UserError
+from transformer_jax.interop.marian_format import read_marian
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def original(optional_package, tmp_path_factory):
+    for name in ("torch", "transformers", "sentencepiece", "sacremoses", "safetensors"):
+        optional_package(name)
+    path = tmp_path_factory.mktemp("marian")
+    make_folder(path)
+    return path
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    for file in original.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("model_type", "bart"), ("normalize_before", True), ("normalize_embedding", True)],
+        *[("add_final_layer_norm", True), ("static_position_embeddings", False), ("encoder_layerdrop", 0.1)],
+        *[("decoder_layerdrop", 0.1), ("force_bos_token_to_be_generated", True), ("quantization_config", {})],
+        *[("activation_function", "gelu_new"), ("d_model", "12"), ("dropout", -1), ("vocab_size", None)],
+        *[("scale_embedding", 1), ("eos_token_id", [0, 1]), ("pad_token_id", -1), ("bad_words_ids", [[3, 4]])],
+    ],
+)
+def test_config_json(folder, name, value):
+    (folder / "generation_config.json").unlink()
+    change_json(folder / "config.json", **{name: value})
+    with pytest.raises(UserError, match=rf"config\.json: {name} is "):
+        read_marian(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("do_sample", True), ("num_beam_groups", 2), ("diversity_penalty", 0.5), ("early_stopping", True)],
+        *[("early_stopping", "never"), ("min_length", 3), ("min_new_tokens", 3), ("no_repeat_ngram_size", 3)],
+        *[("encoder_no_repeat_ngram_size", 3), ("repetition_penalty", 1.2), ("forced_bos_token_id", 4)],
+        *[("forced_eos_token_id", 4), ("forced_decoder_ids", [[1, 2]]), ("begin_suppress_tokens", [4])],
+        *[("sequence_bias", {}), ("renormalize_logits", 1), ("length_penalty", -1.0), ("num_beams", 1.5)],
+        *[("exponential_decay_length_penalty", [5, 1.0]), ("guidance_scale", 2.0), ("stop_strings", ["."])],
+    ],
+)
+def test_generation_config_json(folder, name, value):
+    change_json(folder / "generation_config.json", **{name: value})
+    with pytest.raises(UserError, match=rf"generation_config\.json: {name} is "):
+        read_marian(folder)
+
+
+def test_what_may_be_there(folder):
+    settings = {"forced_eos_token_id": 0, "early_stopping": False, "repetition_penalty": 1.0, "temperature": 0.7}
+    change_json(folder / "generation_config.json", **settings)
+    change_json(folder / "config.json", add_bias_logits=False, num_hidden_layers=6, id2label={"0": "a"})
+    read_marian(folder)
+
+
+@pytest.mark.parametrize("ids", [[0], [10_000]])
+def test_ids_that_cannot_be_forbidden(folder, ids):
+    change_json(folder / "generation_config.json", suppress_tokens=ids)
+    with pytest.raises(UserError, match=r"decoding\.forbidden_ids is "):
+        read_marian(folder)
+
+
+def test_missing_files(folder, tmp_path):
+    for name in ("source.spm", "vocab.json", "config.json", "model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        with pytest.raises(UserError, match=name):
+            read_marian(folder)
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match="no such folder"):
+        read_marian(folder / "not-there")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"{", r"config\.json: not JSON"),
+        ("config.json", b"[]", r"config\.json: a JSON object is needed"),
+        ("config.json", b"{}", r"names no model_type"),
+        ("config.json", b"\xff", r"config\.json: not JSON"),
+        ("vocab.json", b"[]", r"vocab\.json: a JSON object is needed"),
+        ("vocab.json", b"{}", r"vocab\.json has no '<unk>'"),
+        ("vocab.json", b'{"<unk>": "1"}', r"source\.spm with vocab\.json: "),
+        ("target.spm", b"abc", r"target\.spm with vocab\.json: not a SentencePiece model"),
+        ("model.safetensors", b"", r"model\.safetensors"),
+        ("model.safetensors", b"\xff" * 100, r"model\.safetensors"),
+        ("tokenizer_config.json", b'{"sp_model_kwargs": {"alpha": 1}}', r"sp_model_kwargs is"),
+    ],
+)
+def test_damaged_files(folder, name, content, message):
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_marian(folder)
+
+
+def test_every_truncation_of_the_weights(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    for length in range(0, len(content), len(content) // 40):
+        (folder / "model.safetensors").write_bytes(content[:length])
+        with pytest.raises(UserError, match=r"model\.safetensors"):
+            read_marian(folder)
+
+
+def change_weights(folder, change):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_all_wrong_weights_are_listed(folder):
+    def change(tensors):
+        tensors["model.encoder.layers.0.fc1.weight"] = np.zeros((3, 4), np.float32)
+        tensors["model.decoder.layers.1.fc2.bias"] = np.full(12, np.nan, np.float32)
+        tensors["model.decoder.layers.0.fc2.bias"] = np.zeros(12, np.int32)
+        del tensors["model.decoder.layers.0.encoder_attn.q_proj.weight"]
+        tensors["model.decoder.layers.7.fc1.bias"] = np.zeros(28, np.float32)
+        tensors["lm_head.weight"] = np.zeros_like(tensors["model.shared.weight"])
+
+    change_weights(folder, change)
+    with pytest.raises(UserError, match="does not fit the model") as error:
+        read_marian(folder)
+    for problem in (
+        "model.encoder.layers.0.fc1.weight has shape [3, 4], not [20, 12]",
+        "model.decoder.layers.1.fc2.bias holds numbers that are not finite",
+        "model.decoder.layers.0.fc2.bias holds int32",
+        "model.decoder.layers.0.encoder_attn.q_proj.weight is missing",
+        "model.decoder.layers.7.fc1.bias [28] is left over",
+        "lm_head.weight differs",
+    ):
+        assert problem in str(error.value)
+
+
+def test_other_positions(folder):
+    def change(tensors):
+        tensors["model.encoder.embed_positions.weight"] = np.zeros((64, 12), np.float32)
+
+    change_weights(folder, change)
+    with pytest.raises(UserError, match=r"model\.encoder\.embed_positions\.weight \[64, 12\] is not Marian's table"):
+        read_marian(folder)
+
+
+class Executed:
+    """An object whose pickle makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_code_is_not_executed(folder, zipped):
+    import torch
+
+    (folder / "model.safetensors").unlink()
+    state = {"final_logits_bias": torch.zeros(3), "made": Executed(folder / "made")}
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        read_marian(folder)
+    assert not (folder / "made").exists()
+
+
+BIG = """
+import json, re, sys, time
+from pathlib import Path
+import jax
+jax.config.update("jax_platforms", "cpu")
+from transformer_jax.interop.marian_format import read_marian
+from transformer_jax.interop.tables import flatten
+from transformer_jax.model.transformer import count_parameters
+folder = Path(sys.argv[1])
+jax.numpy.zeros(3).block_until_ready()
+
+def peak():
+    # Not getrusage: a child starts with the peak of the process that started it.
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+before, start = peak(), time.perf_counter()
+imported = read_marian(folder)
+seconds = time.perf_counter() - start
+after = peak()
+size = sum(leaf.nbytes for leaf in flatten(imported.params).values())
+print(json.dumps({"seconds": seconds, "bytes": size, "grown": 1024 * (after - before)}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_a_large_import_is_quick_and_small(folder):
+    from safetensors.numpy import save_file
+
+    vocab_size, d_model, inner = 60_000, 512, 2048
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"vocab_size": vocab_size, "decoder_vocab_size": vocab_size, "d_model": d_model}
+    for stack in ("encoder", "decoder"):
+        settings |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": inner, f"{stack}_attention_heads": 8}
+    (folder / "config.json").write_text(json.dumps(settings))
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return rng.standard_normal(shape, np.float32)
+
+    tensors = {"model.shared.weight": random(vocab_size, d_model), "final_logits_bias": random(1, vocab_size)}
+    for stack, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
+        for layer in (f"model.{stack}.layers.{i}" for i in range(6)):
+            shapes = {"fc1": (inner, d_model), "fc2": (d_model, inner)}
+            shapes |= {f"{name}.{p}_proj": (d_model, d_model) for name in attentions for p in ("q", "k", "v", "out")}
+            for name, shape in shapes.items():
+                tensors |= {f"{layer}.{name}.weight": random(*shape), f"{layer}.{name}.bias": random(shape[0])}
+            for name in ("final", *attentions):
+                tensors |= {f"{layer}.{name}_layer_norm.{part}": random(d_model) for part in ("weight", "bias")}
+    save_file(tensors, folder / "model.safetensors")
+    done = subprocess.run([sys.executable, "-c", BIG, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["bytes"] > 70e6 * 4
+    assert found["seconds"] < 10, found
+    assert found["grown"] < 2.3 * found["bytes"], found

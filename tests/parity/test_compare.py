@@ -1,0 +1,347 @@
+"""The parity report: all peers agree in all that is compared, and what does not agree is said."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from interop_cases import odd
+
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.errors import UserError
+from transformer_jax.parity import compare as report
+from transformer_jax.parity.command import compare
+from transformer_jax.parity.compare import compare_models, random_batches, random_params, render
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:FutureWarning:transformers", "ignore:.*:DeprecationWarning:transformers"
+)
+# Encoder and decoder differ in heads and width; one layer each, or the tests would compile for minutes.
+SIZES = {"num_layers": 1, "decoder_num_layers": 1, "attention_bias": True, "vocab_size": 17}
+CONFIGS = {
+    "torch": odd(**SIZES, final_norm=True, tie_embeddings="target", source_vocab_size=19, positions="learned"),
+    "annotated": odd(
+        **SIZES,
+        norm_position="pre",
+        final_norm=True,
+        norm_variant="unbiased_std",
+        tie_embeddings="none",
+        source_vocab_size=19,
+        logits_bias=True,
+    ),
+    "fairseq": odd(
+        **SIZES | {"attention_bias": False},  # there they are, and stay zero
+        positions="halves",
+        position_exponent="tensor2tensor",
+        position_offset=2,
+        decoder_start="eos",
+        bos_id=0,
+        pad_id=1,
+        activation="gelu",
+    ),
+    "marian": odd(
+        **SIZES,
+        positions="halves",
+        decoder_start="pad",
+        logits_bias=True,
+        activation="swish",
+        scale_embeddings=False,
+    ),
+}
+KEYS = [
+    *("ok", "dtype", "layers", "first_divergence", "cause", "loss", "gradients", "trajectory"),
+    *("greedy_equal", "beam_equal"),
+]
+
+
+@pytest.fixture(scope="module")
+def peers(optional_package):
+    optional_package("torch")
+    optional_package("transformers")
+    from transformer_jax.parity import peers
+
+    return peers
+
+
+def pair(peers, against, **changes):
+    """(configuration of this side, parameters, oracle)."""
+    config = CONFIGS[against]
+    params = random_params(config)
+    return dataclasses.replace(config, **changes), params, peers.make_oracle(against, config, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("against", CONFIGS)
+def test_every_peer_agrees(against, dtype, peers):
+    found = compare_models(*pair(peers, against), dtype=dtype, decoding=DecodingConfig(alpha=1.0))
+    assert found.ok, render(found)
+    assert (found.first_divergence, found.cause) == (None, None)
+    forward, gradient = (1e-5, 1e-4) if dtype == "float32" else (1e-10, 1e-9)
+    assert max(item.max_abs for item in found.layers) < forward
+    assert found.loss.max_rel < forward
+    # A key's bias has a gradient of rounding noise, on both sides.
+    assert max(item.max_rel for item in found.gradients if not item.name.endswith("key/bias")) < gradient
+    assert found.greedy_equal
+    assert found.beam_equal
+    assert len(found.trajectory.this) == len(found.trajectory.other) == 20
+    assert np.mean(found.trajectory.this[-5:]) < np.mean(found.trajectory.this[:5])  # it was trained
+    assert found.trajectory.max_rel < (1e-4 if dtype == "float32" else 1e-9)
+    assert found.trajectory.parameters_max_abs < (1e-4 if dtype == "float32" else 1e-9)
+    assert any("in float32 the other parameters decide nothing" in note for note in found.notes) == (dtype == "float32")
+
+    config = CONFIGS[against]
+    names = [item.name for item in found.layers]
+    assert len(names) == 2 + 4 + 6 + 1 + 2 * config.final_norm
+    first = ["self_attention_norm", "self_attention"] if against == "annotated" else ["self_attention"]
+    assert names[: len(first) + 1] == ["encoder/embedding", *(f"encoder/layer_0/{name}" for name in first)]
+    assert names[-1] == "logits"
+    assert jax.numpy.result_type(float) == np.float32  # the mode of float64 is left again
+
+
+def test_the_json_is_one_line_of_known_keys(peers):
+    line = compare_models(*pair(peers, "torch")).to_json()
+    assert "\n" not in line
+    tree = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert list(tree) == KEYS
+    assert tree["ok"] is True
+    assert tree["dtype"] == "float32"
+    for item in (*tree["layers"], *tree["gradients"]):
+        assert list(item) == ["name", "max_abs", "max_rel"]
+
+
+def test_a_broken_pair(peers):
+    """An epsilon that float32 hides is found nevertheless; a final norm on one side gives no infinite JSON."""
+    changes = {"norm_epsilon": 1e-6, "final_norm": False}
+    config, params, oracle = pair(peers, "torch", **changes)
+    params = {**params, **{stack: dict(params[stack]) for stack in ("encoder", "decoder")}}
+    for stack in ("encoder", "decoder"):
+        del params[stack]["final_norm"]
+    found = compare_models(config, params, oracle)
+    assert not found.ok
+    assert found.first_divergence == "encoder/layer_0/self_attention_norm"
+    assert found.cause == (
+        "model.norm_epsilon: the other side has 1e-05, this one 1e-06; "
+        "model.final_norm: the other side has True, this one False"
+    )
+    tree = json.loads(found.to_json())
+    assert tree["ok"] is False
+    assert {"name": "encoder/final_norm", "max_abs": None, "max_rel": None} in tree["layers"]
+    text = render(found)
+    assert "DIVERGES first at encoder/layer_0/self_attention_norm\nlikely cause: model.norm_epsilon" in text
+    assert "logits" in text
+    assert "<- differs" in text
+
+
+class Other:
+    """An oracle that answers some questions in another way."""
+
+    def __init__(self, oracle, **answers):
+        self._oracle, self._answers = oracle, answers
+
+    def astype(self, dtype):
+        return Other(self._oracle.astype(dtype), **self._answers)
+
+    def __getattr__(self, name):
+        answer = getattr(self._oracle, name)
+        return (lambda *args: self._answers[name](answer(*args))) if name in self._answers else answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "place", "cause"),
+    [
+        (
+            {"loss_and_gradients": lambda found: (found[0], {name: value * 1.01 for name, value in found[1].items()})},
+            "gradients",
+            "all sub-layers agree; gradients ",
+        ),
+        ({"loss_and_gradients": lambda found: (found[0] + 1e-3, found[1])}, "loss", "all sub-layers agree; loss"),
+        (
+            {"trajectory": lambda found: ([*found[0][:-1], found[0][-1] * 1.001], found[1])},
+            "trajectory",
+            "all sub-layers agree; trajectory",
+        ),
+        (
+            {"search": lambda lines: [([*tokens[:-1], 7], score - 1) for tokens, score in lines]},
+            "greedy search",
+            "all sub-layers agree; greedy search",
+        ),
+    ],
+    ids=["gradient", "loss", "trajectory", "search"],
+)
+def test_what_differs_after_the_forward_pass(answers, place, cause, peers):
+    config, params, oracle = pair(peers, "torch")
+    found = compare_models(config, params, Other(oracle, **answers))
+    assert not found.ok
+    assert found.first_divergence == place
+    assert found.cause.startswith(cause)
+    assert found.beam_equal == (place != "greedy search")
+    assert sum("beam search, sentence" in note for note in found.notes) == (4 if place == "greedy search" else 0)
+
+
+def test_a_beam_line_of_the_same_score_is_a_tie_and_is_listed(peers):
+    config, params, oracle = pair(peers, "torch")
+
+    def search(src, limits, decoding):
+        lines = oracle.search(src, limits, decoding)
+        return lines if decoding.beam_size == 1 else [([*tokens, 7], score + 5e-5) for tokens, score in lines]
+
+    class Tie(Other):
+        def __getattr__(self, name):
+            return search if name == "search" else getattr(oracle, name)
+
+        def astype(self, dtype):
+            return self if dtype == "float32" else oracle.astype(dtype)
+
+    found = compare_models(config, params, Tie(oracle))
+    assert found.ok
+    assert found.beam_equal
+    assert sum(note.endswith(": a tie") for note in found.notes) == 4
+
+
+def test_a_number_that_is_not_finite_is_a_difference():
+    ours, theirs = np.array([1.0, np.nan]), np.array([1.0, 2.0])
+    for found in (report.difference("x", ours, theirs, 1.0), report.difference("x", theirs, ours, 1.0)):
+        assert not found.ok
+        assert found.max_abs == math.inf
+
+
+def test_batches_have_padding_and_no_special_id_within_a_sentence():
+    config = odd()
+    (first, second), (again, _) = random_batches(config, 2), random_batches(config, 2)
+    np.testing.assert_array_equal(first.src, again.src)
+    assert (first.src != second.src).any()
+    for rows, lengths in ((first.src, [2, 4, 7, 9]), (first.tgt_in, [3, 5, 6, 8]), (first.tgt_out, [3, 5, 6, 8])):
+        assert sorted((rows != config.pad_id).sum(axis=1)) == lengths
+    assert (first.tgt_in[:, 0] == config.bos_id).all()
+    assert not (first.tgt_in[:, 1:] == config.bos_id).any()
+
+
+def test_the_default_models_are_post_norm_where_the_peer_lets_them(peers):
+    for against, peer in peers.PEERS.items():
+        peer.check(peer.default)
+        assert peer.default.norm_position == ("pre" if against == "annotated" else "post")
+        assert max(item.size for item in jax.tree.leaves(random_params(peer.default))) < 10_000
+
+
+@pytest.mark.parametrize("mass", ["others", "all", "others_without_pad"])
+def test_the_oracle_s_loss_is_written_out(mass, optional_package):
+    torch = optional_package("torch")
+    from transformer_jax.parity.oracles import smoothed_loss
+
+    generator = np.random.default_rng(0)
+    logits, targets = generator.normal(size=(2, 3, 5)), np.array([[1, 2, 0], [4, 0, 0]])
+    found = smoothed_loss(
+        torch.tensor(logits), torch.tensor(targets), TrainingConfig(label_smoothing=0.3, smoothing_mass=mass), 0
+    )
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    total = 0.0
+    for (row, column), target in np.ndenumerate(targets):
+        if target == 0:
+            continue
+        others = [v for v in range(5) if mass == "all" or (v != target and (mass == "others" or v != 0))]
+        total -= 0.7 * log_probs[row, column, target]
+        total -= sum(0.3 / len(others) * log_probs[row, column, v] for v in others)
+    np.testing.assert_allclose(found.item(), total / 3, rtol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", ["gnmt", "power", "none"])
+def test_the_oracle_s_beam_search_finds_the_best_of_all_lines(penalty, optional_package):
+    """With a beam as wide as all prefixes together nothing is lost."""
+    optional_package("torch")
+    from transformer_jax.parity.oracles import brute_beam
+
+    config, limit = ModelConfig(vocab_size=5, d_model=2, num_heads=1), 4  # PAD 0, EOS 2
+    decoding = DecodingConfig(beam_size=200, length_penalty=penalty, alpha=1.3, forbidden_ids=(1,))
+
+    def log_prob(tokens):
+        return -np.random.default_rng([7, *tokens]).exponential()
+
+    def next_log_probs(prefixes):
+        return np.array([[log_prob([*map(int, prefix), v]) for v in range(5)] for prefix in prefixes])
+
+    lines = {}
+    for length in range(1, limit + 1):
+        for tokens in itertools.product((3, 4), repeat=length - 1):
+            line = [*tokens, 2]
+            total = sum(log_prob(line[: i + 1]) for i in range(length))
+            lines[tuple(line)] = total / {"gnmt": (5 + length) / 6, "power": length, "none": 1}[penalty] ** 1.3
+    tokens, score = brute_beam(next_log_probs, limit, decoding, config)
+    assert tuple(tokens) == max(lines, key=lines.get)
+    np.testing.assert_allclose(score, lines[tuple(tokens)], rtol=1e-12)
+
+
+def test_the_command_compares_a_state_dict(peers, tmp_path):
+    from transformer_jax.interop.tensor_files import save_torch
+    from transformer_jax.interop.torch_format import torch_from_params
+
+    config, params, oracle = pair(peers, "torch")
+    save_torch(tmp_path / "model.pt", torch_from_params(params, config))
+    with pytest.raises(UserError, match=r"model\.pt: a state dict stores neither .* --config"):
+        compare("torch", tmp_path / "model.pt")
+    (tmp_path / "config.json").write_text(
+        Config(model=config, tokenizer=TokenizerConfig(joint=False), data=DataConfig(max_length=30)).to_json()
+    )
+    found = compare("torch", tmp_path / "model.pt", tmp_path / "config.json")
+    assert found.ok
+    assert found.against == "torch"
+    loss, _ = oracle.loss_and_gradients(random_batches(config, 1)[0], TrainingConfig())
+    np.testing.assert_allclose(found.loss.other, loss)
+
+
+def test_the_command_compares_a_marian_folder(peers, optional_package, tmp_path):
+    """The weights on the other side are what `from_pretrained` reads."""
+    for name in ("sentencepiece", "sacremoses"):
+        optional_package(name)
+    from marian_cases import make_folder
+
+    model = make_folder(tmp_path)
+    with pytest.raises(UserError, match="leave out --config"):
+        compare("marian", tmp_path, Config())
+    found = compare("marian", tmp_path, dtype="float64")
+    assert found.ok, render(found)
+    assert found.greedy_equal
+    assert len(model.model.decoder.layers) == 2
+    assert found.layers[-2].name == "decoder/layer_1/feed_forward_norm"
+
+
+def test_the_command_compares_a_run_and_reorders_its_positions_for_marian(peers, tmp_path):
+    from transformer_jax.run.checkpoint import save_params
+
+    config = dataclasses.replace(CONFIGS["marian"], positions="interleaved")
+    save_params(tmp_path / "checkpoints" / "0", random_params(config))
+    (tmp_path / "config.json").write_text(Config(model=config).to_json())
+    found = compare("marian", tmp_path)
+    assert found.ok, render(found)
+    assert "interleaved" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("tensorflow",), "against is 'tensorflow'; legal: torch, annotated, fairseq, marian"),
+        (("torch", None, None, "bfloat16"), "dtype is 'bfloat16'; legal: float32, float64"),
+        (("torch", "/no/such/file"), "/no/such/file: no such file"),
+        (("torch", None, "no_recipe.py"), "no_recipe.py: no such recipe"),
+        (("fairseq", None, Config()), r"model.norm_epsilon is 1e-06.*model.positions.*model.decoder_start"),
+        (("marian", None, Config(model=odd(norm_position="pre"))), "model.norm_position is 'pre'"),
+        (("annotated", None, Config()), "model.norm_variant is 'standard'"),
+    ],
+)
+def test_the_command_says_what_is_wrong(args, message, peers):
+    with pytest.raises(UserError, match=message):
+        compare(*args)
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers"])
+def test_a_package_that_is_not_installed_is_named(missing, peers, monkeypatch):
+    import importlib.util
+    import sys
+
+    monkeypatch.setitem(sys.modules, missing, None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(UserError, match=f"{missing} is needed to compare with marian: python -m pip install"):
+        compare("marian")

@@ -1,0 +1,94 @@
+"""The command line: parsers only. `transformer-jax COMMAND ...`, and `train.py`."""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformer_jax.cli import models, runs
+from transformer_jax.errors import UserError, first_line
+from transformer_jax.malloc import tune_malloc
+
+USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning]
+
+commands:
+  train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
+  translate RUN [...] < in.txt > out.txt                       translate, a line for each line
+  evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss and speed
+  average RUN --last K                                         average the last K checkpoints
+  import --from FORMAT PATH --output RUN [...]                 a run of another software's model
+  export RUN --to FORMAT --output DIR                          a run for another software
+  compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
+  params [CONFIG] [--flops]                                    count parameters and training cost
+
+options:
+  --traceback           show where an error comes from
+  --no-malloc-tuning    train with the C library's allocator as it is
+
+transformer-jax COMMAND --help says more."""
+
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "train": runs.train,
+    "translate": runs.translate,
+    "evaluate": runs.evaluate,
+    "average": runs.average,
+    "import": models.import_model,
+    "export": models.export_model,
+    "compare": models.compare,
+    "params": models.params,
+}
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command. Returns the exit status: 0, or 1 for a stated failure; 2, for wrong usage, is raised."""
+    given = list(sys.argv[1:] if args is None else args)
+    show_traceback = _take(given, "--traceback")
+    # It speeds up training and slows down decoding.
+    if not _take(given, "--no-malloc-tuning") and given[:1] == ["train"]:
+        tune_malloc()
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if given[0] not in COMMANDS:
+        print(f"transformer-jax: {given[0]!r} is no command; legal: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    warnings.showwarning = _show_warning
+    try:
+        status = COMMANDS[given[0]](given[1:])
+        sys.stdout.flush()
+    except UserError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
+        return 1
+    except Exception as error:
+        if show_traceback:
+            raise
+        print(f"error: {first_line(error)}\nrun again with --traceback to see where", file=sys.stderr)
+        return 1
+    return status or 0
+
+
+def train_main() -> int:
+    """`python train.py ...` is `transformer-jax train ...`."""
+    return main(["train", *sys.argv[1:]])
+
+
+def _take(args: list[str], flag: str) -> bool:
+    """Whether the flag is there; it is removed."""
+    found = flag in args
+    args[:] = [arg for arg in args if arg != flag]
+    return found
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, UserWarning):
+        print(f"warning: {message}", file=sys.stderr, flush=True)

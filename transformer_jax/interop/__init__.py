@@ -1,0 +1,1 @@
+"""To and from other software: PyTorch, annotated-transformer, fairseq, Hugging Face Marian, CTranslate2."""

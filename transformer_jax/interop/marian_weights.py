@@ -1,0 +1,135 @@
+"""The weights of Hugging Face's Marian models: names, and the order of the d_model axis.
+
+Marian lays sines and cosines in halves, the paper in turn. The columns of the position table are the same ones in
+another order, and so the model is the same function if every d_model axis of its weights takes that order.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.interop.imported import check_expressible, check_plain_heads
+from transformer_jax.interop.tables import (
+    Row,
+    Table,
+    Tensors,
+    flatten,
+    from_foreign,
+    linear,
+    norm,
+    row,
+    to_foreign,
+    unflatten,
+)
+from transformer_jax.model.positional import sinusoids
+from transformer_jax.types import Params
+
+_SHARED, _LOGITS_BIAS = "model.shared.weight", "final_logits_bias"
+_SOURCE, _TARGET = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_POSITIONS = tuple(f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder"))
+
+
+def _stack(stack: str, attentions: dict[str, str]) -> list[Row]:
+    there, here = f"model.{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
+    rows: list[Row] = []
+    for foreign, ours in attentions.items():
+        for projection, name in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "output")):
+            rows += linear(f"{there}.{foreign}.{projection}_proj", f"{here}/{ours}/{name}", zeros=True)
+        rows += norm(f"{there}.{foreign}_layer_norm", f"{here}/{ours}_norm")
+    rows += linear(f"{there}.fc1", f"{here}/feed_forward/inner")
+    rows += linear(f"{there}.fc2", f"{here}/feed_forward/outer")
+    return rows + norm(f"{there}.final_layer_norm", f"{here}/feed_forward_norm")
+
+
+TABLE = Table(
+    rows=(
+        # The first of each table's names is the one that transformers writes.
+        row(_SHARED, "embedding/table"),
+        row(_SOURCE, "embedding/table"),
+        row(_TARGET, "embedding/table"),
+        row(_OUTPUT, "embedding/table"),
+        row((_SOURCE, _SHARED), "source_embedding/table"),
+        row((_TARGET, _SHARED), "target_embedding/table"),
+        row(_OUTPUT, "target_embedding/table", unless="output_projection/kernel"),
+        row(_OUTPUT, "output_projection/kernel"),
+        row(_LOGITS_BIAS, "logits_bias", leading=1),
+        *_stack("encoder", {"self_attn": "self_attention"}),
+        *_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
+    ),
+)
+_WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none": ()}
+
+
+def params_from_marian(tensors: Tensors, model: ModelConfig, origin: str) -> Params:
+    """The parameters here, of the tensors of a `MarianMTModel`.
+
+    Raises:
+        UserError: names, shapes or values that do not fit, all of them listed; positions that are not Marian's.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if name not in _POSITIONS}
+    if model.tie_embeddings != "all" and {_SOURCE, _TARGET} <= rest.keys():
+        rest.pop(_SHARED, None)
+    for name in tensors.keys() & set(_POSITIONS):
+        table = tensors[name]
+        expected = sinusoids(len(table), model.d_model, "halves") if table.ndim == 2 else np.zeros(())
+        if table.shape != expected.shape or not np.allclose(table, expected, rtol=0, atol=1e-5):
+            raise UserError(f"{origin}: {name} {list(table.shape)} is not Marian's table of sines and cosines")
+    return from_foreign(rest, TABLE, model, origin)
+
+
+def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors of a `MarianMTModel` that computes what this model does, in float32.
+
+    Raises:
+        UserError: Marian cannot say what the model does; the fields are named.
+    """
+    check_marian(model)
+    if model.positions == "interleaved":
+        params = reorder(params, np.concatenate([np.arange(0, model.d_model, 2), np.arange(1, model.d_model, 2)]))
+    tensors = to_foreign(params, TABLE, model)
+    for name in _WRITTEN_ONCE[model.tie_embeddings]:
+        del tensors[name]
+    tensors.setdefault(_LOGITS_BIAS, np.zeros((1, model.vocab_size)))
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def check_marian(model: ModelConfig) -> None:
+    """Raises UserError unless a Marian model can compute what the configuration says."""
+    legal: dict[str, tuple[Any, ...]] = {
+        "norm_position": ("post",),
+        "final_norm": (False,),
+        "norm_epsilon": (1e-5,),
+        "norm_variant": ("standard",),
+        "positions": ("interleaved", "halves"),
+        "position_exponent": ("paper",),
+        "position_offset": (0,),
+        "decoder_start": ("bos", "eos", "pad"),
+    }
+    check_expressible(model, "marian", legal)
+    check_plain_heads(model, "marian")
+
+
+def reorder(params: Params, order: np.ndarray) -> Params:
+    """The parameters with every d_model axis in another order: new[..., i] is old[..., order[i]].
+
+    The function stays the same if the columns of the position table take the same order.
+    """
+    leaves = {}
+    for path, leaf in flatten(params).items():
+        axis = _model_axis(path)
+        leaves[path] = np.asarray(leaf) if axis is None else np.take(np.asarray(leaf), order, axis)
+    return unflatten(leaves)
+
+
+def _model_axis(path: str) -> int | None:
+    """Which axis of a parameter is d_model; None: there is no such axis."""
+    if path.endswith("/table"):
+        return 1
+    if path.endswith(("output/kernel", "outer/kernel")):
+        return -1
+    if path.endswith(("logits_bias", "query/bias", "key/bias", "value/bias", "inner/bias")):
+        return None
+    return 0

@@ -1,0 +1,1 @@
+"""The parity report: the same weights here and in other software, compared layer by layer."""

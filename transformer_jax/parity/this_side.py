@@ -1,0 +1,177 @@
+"""This side of a comparison: what the model here computes, sub-layer by sub-layer, in training and in search."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.decoding.translator import search
+from transformer_jax.interop.tables import flatten, unflatten
+from transformer_jax.model.attention import MultiHeadAttention
+from transformer_jax.model.feed_forward import FeedForward
+from transformer_jax.model.masks import padding_mask, target_mask
+from transformer_jax.model.normalization import LayerNorm
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.optimizer import make_optimizer, make_schedule
+from transformer_jax.training.state import TrainState, dropout_rng
+from transformer_jax.training.step import train_step
+from transformer_jax.types import Batch, Params
+
+Arrays = dict[str, np.ndarray]
+
+
+class Masks(NamedTuple):
+    """Which masks are on."""
+
+    encoder_padding: bool = True
+    """Padding of the source is hidden from the encoder's self-attention."""
+    cross_padding: bool = True
+    """Padding of the source is hidden from the decoder's attention over the encoder's output."""
+    causal: bool = True
+    """Later positions are hidden from the decoder's self-attention."""
+
+
+ALL_MASKS = Masks()
+
+
+class MaskedTransformer(Transformer):
+    """The model with masks left out."""
+
+    masks: Masks = ALL_MASKS
+
+    def __call__(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
+        """Logits, as of `Transformer`."""
+        seen = padding_mask(src, self.config.pad_id)
+        everything = jnp.ones_like(seen)
+        memory = self.encode(
+            src, src_mask=seen if self.masks.encoder_padding else everything, deterministic=deterministic
+        )
+        tgt_mask = target_mask(tgt_in, self.config.pad_id)
+        return self.decode(
+            tgt_in,
+            memory,
+            seen if self.masks.cross_padding else everything,
+            # The last position may attend to all that is not padding: without causality all others may too.
+            tgt_mask=tgt_mask if self.masks.causal else jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape),
+            deterministic=deterministic,
+        )
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model here: configuration, parameters, masks."""
+
+    config: ModelConfig
+    params: Params
+    masks: Masks = ALL_MASKS
+
+    def astype(self, dtype: str) -> "Side":
+        """The same in another dtype, dropout off."""
+        off = dict.fromkeys(("residual_dropout", "attention_dropout", "activation_dropout"), 0.0)
+        config = dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype, **off)  # type: ignore[arg-type]
+        return dataclasses.replace(self, config=config, params=_astype(self.params, dtype))
+
+    @property
+    def model(self) -> Transformer:
+        """The module; one with masks left out if there are such."""
+        return Transformer(self.config) if all(self.masks) else MaskedTransformer(self.config, masks=self.masks)
+
+
+def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
+    """The output of every sub-layer, under its path; `encoder/embedding` and `decoder/embedding`; `logits` last."""
+
+    def is_wanted(module: Any, method: str) -> bool:
+        if isinstance(module, MultiHeadAttention):
+            return method == "attend"
+        # The dropout of the whole model is where embeddings and positions have been added up.
+        return method == "__call__" and (isinstance(module, FeedForward | LayerNorm) or module.path == ("dropout",))
+
+    # Not compiled as a whole: the search for a cause runs many variants, which share their compiled operations.
+    logits, state = side.model.apply(
+        {"params": jax.tree.map(jnp.asarray, side.params)},
+        jnp.asarray(src),
+        jnp.asarray(tgt_in),
+        capture_intermediates=is_wanted,
+    )
+    paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
+    seen = {"/".join(str(key.key) for key in path[:-1]): values for path, values in paths}
+    embeddings = dict(zip(("encoder/embedding", "decoder/embedding"), seen.pop("dropout"), strict=True))
+    outputs = embeddings | {name: values[0] for name, values in seen.items()} | {"logits": logits}
+    return {name: np.asarray(value) for name, value in outputs.items()}
+
+
+def learning_rates(training: TrainingConfig, d_model: int, count: int) -> list[float]:
+    """The learning rate of each of the first updates, as the optimiser here has it."""
+    return np.asarray(jax.jit(make_schedule(training, d_model))(jnp.arange(count))).tolist()
+
+
+class Trained(NamedTuple):
+    """What a few updates gave."""
+
+    losses: list[float]
+    """The mean loss over the target tokens, before each update."""
+    gradients: Arrays
+    """Of the first update's loss."""
+    params: Arrays
+    """After the last update."""
+
+
+def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Trained:
+    """One update for each batch, by the training step itself."""
+    optimizer = optax.chain(_recorder(), make_optimizer(training, side.config.d_model))
+    step = jax.jit(
+        partial(
+            train_step,
+            model=side.model,
+            optimizer=optimizer,
+            smoothing=training.label_smoothing,
+            mass=training.smoothing_mass,
+        )
+    )
+    params = jax.tree.map(jnp.asarray, side.params)
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    losses, gradients = [], Arrays()
+    for batch in batches:
+        state, metrics = step(state, batch, dropout_rng(0))
+        losses.append(float(metrics.loss))
+        gradients = gradients or _numpy(state.opt_state[0])
+    return Trained(losses, gradients, _numpy(state.params))
+
+
+def _recorder() -> optax.GradientTransformation:
+    """Changes nothing; its state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), lambda gradients, *_: (gradients, gradients)
+    )
+
+
+def lines(
+    side: Side, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig
+) -> list[tuple[list[int], float]]:
+    """The best hypothesis of each row, tokens with EOS, and what hypotheses are ranked by."""
+    found = search(
+        side.params,
+        jnp.asarray(src, jnp.int32),
+        jnp.asarray(limits, jnp.int32),
+        model=Transformer(side.config),
+        decoding=decoding,
+        max_length=max(limits),
+        forbidden_ids=decoding.forbidden_ids,
+    )
+    tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
+    return [(row[:length].tolist(), float(score)) for row, length, score in zip(tokens, lengths, scores, strict=True)]
+
+
+def _astype(params: Params, dtype: str) -> Params:
+    return unflatten({name: np.asarray(leaf, dtype) for name, leaf in flatten(params).items()})
+
+
+def _numpy(params: Params) -> Arrays:
+    return {name: np.asarray(leaf) for name, leaf in flatten(params).items()}
