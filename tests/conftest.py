@@ -11,10 +11,11 @@ import pytest
 
 assert "jax" not in sys.modules, "jax was imported before conftest.py: it would see one device and no import hook"
 
-# Eight devices on any machine, so that sharding is tested everywhere.
-_DEVICES = "--xla_force_host_platform_device_count=8"
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+# Eight devices on any machine, so that sharding is tested everywhere; and code that is compiled fast rather than fast
+# code: most of the tests' time is compilation.
+for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+    if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by accident is an error
 

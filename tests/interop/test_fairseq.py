@@ -142,9 +142,7 @@ def test_fused_projections_and_old_names(torch, fsmt, write):
     assert_same_trees(found.params, expected)
     assert found.config.training.label_smoothing == 0.3
     state["encoder.layers.0.self_attn.q_proj.weight"] = torch.zeros(12, 12)
-    with pytest.raises(
-        UserError, match=r"in_proj_weight and encoder.layers.0.self_attn.q_proj.weight stand for the same"
-    ):
+    with pytest.raises(UserError, match=r"in_proj_weight and encoder.*.q_proj.weight stand for the same"):
         read_fairseq(write({"cfg": cfg, "model": state}))
 
 

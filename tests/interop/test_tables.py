@@ -56,9 +56,7 @@ def test_a_number_too_large_for_the_dtype_is_refused():
 def test_two_names_for_one_tensor_are_refused():
     found = tensors()
     found["module.generator.weight"] = found["generator.weight"]
-    with pytest.raises(
-        UserError, match=r"generator.weight and module.generator.weight both stand for generator.weight"
-    ):
+    with pytest.raises(UserError, match=r"generator.weight and module.generator.weight both stand for"):
         params_from_torch(found, CONFIG)
 
 
@@ -138,9 +136,7 @@ def test_a_mapping_file_reads_a_model_of_ones_own(tmp_path):
     assert_same_trees(from_foreign(tensors, table, CONFIG, "FILE"), params)
 
     file.write_text('[tensors]\n"a.{i}" = "encoder/layer_{i}/self_atention/query/kernel"\n')
-    with pytest.raises(
-        UserError, match=r"'a.\{i\}': the model has no .*near it are encoder/layer_\{i\}/self_attention"
-    ):
+    with pytest.raises(UserError, match=r"'a.\{i\}': the model has no .*near it are encoder/layer_\{i\}/self"):
         read_mapping(file, CONFIG)
     path = "encoder/layer_{i}/self_attention/query"
     for text, message in (

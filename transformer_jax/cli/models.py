@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.parsing import Positional, arg, parse
+from transformer_jax.cli.parsing import Positional, arg, parse, usage_error
+from transformer_jax.errors import UserError
 from transformer_jax.recipes import load_recipe
 
 
