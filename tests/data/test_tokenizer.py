@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.corpus import Pairs
+from transformer_jax.data.segmentation import tokenizer_from_json
 from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer, train_tokenizers
 from transformer_jax.errors import UserError
 from transformer_jax.types import SPECIAL_TOKENS, UNK_ID
@@ -150,3 +151,19 @@ def test_a_tokenizer_that_does_not_fit(byte_pairs):
         pair.check_fits(ModelConfig(vocab_size=size - 1, source_vocab_size=size, tie_embeddings="none"))
     with pytest.raises(UserError, match=r"model.bos_id is 5, but the source tokenizer's is 1"):
         pair.check_fits(ModelConfig(vocab_size=size, bos_id=5))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocabulary": "abcd"},
+        {"vocabulary": [1, 2]},
+        {"special": ["0", 1, 2, 3]},
+        {"special": [0, 1, 2]},
+        {"special": [0, 1, None, 3]},
+    ],
+)
+def test_vocabularies_of_other_types_are_refused(changes):
+    text = json.dumps({"kind": "word", "vocabulary": ["<pad>", "<s>", "</s>", "<unk>", "a"]} | changes)
+    with pytest.raises(UserError, match="FILE: not a tokenizer"):
+        tokenizer_from_json(text, "FILE")

@@ -200,12 +200,11 @@ def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
         if tree["kind"] == "bpe":
             return BytePairTokenizer(tree["library"])
         if tree["kind"] in ("word", "presegmented"):
-            special = tree.get("special", [PAD_ID, BOS_ID, EOS_ID, UNK_ID])
-            return WordTokenizer(tree["kind"], tree["vocabulary"], tuple(special))
+            return WordTokenizer(tree["kind"], *_words_and_special(tree))
         if tree["kind"] == "subword_nmt":
             from transformer_jax.data.subword_nmt import SubwordTokenizer
 
-            return SubwordTokenizer(tree["merges"], tree["vocabulary"], tuple(tree["special"]))
+            return SubwordTokenizer(tree["merges"], *_words_and_special(tree))
         if tree["kind"] == "sentencepiece":
             from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
@@ -218,6 +217,16 @@ def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
         raise UserError(f"{origin}: not a tokenizer: {type(error).__name__}: {error}") from error
     legal = ", ".join(typing.get_args(Kind))
     raise UserError(f"{origin}: unknown kind {tree['kind']!r}; legal: {legal}")
+
+
+def _words_and_special(tree: dict[str, Any]) -> tuple[list[str], tuple[int, int, int, int | None]]:
+    words, special = tree["vocabulary"], tuple(tree.get("special", [PAD_ID, BOS_ID, EOS_ID, UNK_ID]))
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError("the vocabulary is no list of text")
+    pad_id, bos_id, eos_id, unk_id = special
+    if not all(type(i) is int for i in (pad_id, bos_id, eos_id)) or type(unk_id) not in (int, type(None)):
+        raise ValueError(f"the special ids are {special}; four whole numbers are needed, the last may be null")
+    return words, (pad_id, bos_id, eos_id, unk_id)
 
 
 def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:

@@ -79,7 +79,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
         **_flags(numbers, sizes["d_model"], path),
         **_positions(tensors, sizes["d_model"]),
         final_norm=_final_norm(tensors, path),
-        norm_epsilon=settings.get("layer_norm_epsilon") or 1e-5,
+        norm_epsilon=1e-5 if settings.get("layer_norm_epsilon") is None else settings["layer_norm_epsilon"],
         attention_bias=attention_bias,
         logits_bias=OUTPUT_BIAS in tensors,
         tie_embeddings=tie,  # type: ignore[arg-type]
