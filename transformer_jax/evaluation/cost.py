@@ -135,7 +135,7 @@ def params_report(recipe: str, vocab_size: int | None = None, flops: bool = Fals
     module = runpy.run_path(recipe) if recipe.endswith(".py") else {}  # else FILE:NAME, or a run's config.json
     report: dict[str, Any] = {"recipe": recipe or "numbers"}
     if "ROWS" in module and "PAPER" in module:
-        configs = {name: load_recipe(f"{recipe}:{name}") for name in module["ROWS"]}
+        configs = {name: module["get_config"](name) for name in module["ROWS"]}
         millions = {name: module["PAPER"][name].millions for name in configs}
         report["table"] = _table(configs, millions, module["ROWS"], vocab_size)
         costly = {name: config for name, config in configs.items() if name in PAPER_COSTS}

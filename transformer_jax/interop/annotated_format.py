@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.interop.imported import check_expressible, check_plain_heads
-from transformer_jax.interop.tables import Row, Table, Tensors, from_foreign, linear, norm, row, to_foreign
+from transformer_jax.interop.tables import Row, Table, Tensors, embeddings, from_foreign, linear, norm, row, to_foreign
 from transformer_jax.interop.torch_format import check_position_tables
 from transformer_jax.types import Params
 
@@ -27,18 +27,12 @@ def _table(
     feed_forward: tuple[str, str],
     norms: str,
     norm_names: tuple[str, str],
-    embeddings: tuple[str, str],
+    source: str,
+    target: str,
     output: str,
 ) -> Table:
-    source, target = embeddings
     rows: list[Row] = [
-        row(f"{source}.weight", "embedding/table"),
-        row(f"{target}.weight", "embedding/table"),
-        row(f"{output}.weight", "embedding/table"),
-        row(f"{source}.weight", "source_embedding/table"),
-        row(f"{target}.weight", "target_embedding/table"),
-        row(f"{output}.weight", "target_embedding/table", unless="output_projection/kernel"),
-        row(f"{output}.weight", "output_projection/kernel"),
+        *embeddings(f"{source}.weight", f"{target}.weight", f"{output}.weight"),
         row(f"{output}.bias", "logits_bias"),
     ]
     for stack, sublayers in SUBLAYERS.items():
@@ -61,7 +55,8 @@ ANNOTATED = _table(
     feed_forward=("feed_forward.w_1", "feed_forward.w_2"),
     norms="sublayer",
     norm_names=("a_2", "b_2"),
-    embeddings=("src_embed.0.lut", "tgt_embed.0.lut"),
+    source="src_embed.0.lut",
+    target="tgt_embed.0.lut",
     output="generator.proj",
 )
 
@@ -71,7 +66,8 @@ OPUS_BOOKS = _table(
     feed_forward=("feed_forward_block.linear_1", "feed_forward_block.linear_2"),
     norms="residual_connections",
     norm_names=("alpha", "bias"),
-    embeddings=("src_embed.embedding", "tgt_embed.embedding"),
+    source="src_embed.embedding",
+    target="tgt_embed.embedding",
     output="projection_layer.proj",
 )
 

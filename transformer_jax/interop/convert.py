@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from transformer_jax.config import Config, ModelConfig, load_config
@@ -20,7 +21,7 @@ from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.imported import Imported
 from transformer_jax.interop.mapping import read_mapping
 from transformer_jax.interop.marian_format import read_marian, write_marian
-from transformer_jax.interop.tables import flatten, from_foreign, unflatten
+from transformer_jax.interop.tables import flatten, from_foreign, in_dtype, unflatten
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
 from transformer_jax.model.transformer import abstract_params
@@ -104,7 +105,7 @@ def export_run(
     config = folder.load_config()
     _check_free(output, overwrite, _MARKER, "an exported model")
     chosen = resolve_checkpoint(folder, checkpoint or config.decoding.checkpoint, config.training.best_by)
-    params = _as_numpy(load_params(chosen, config.model))
+    params = jax.tree.map(np.asarray, load_params(chosen, config.model))
     tokenizers = TokenizerPair.load(folder.tokenizer)
     with _folder_made_whole(output) as unfinished:
         if target == "marian":
@@ -127,9 +128,13 @@ _MARKER = "exported.json"
 """What tells an earlier export, which may be replaced, from a folder of somebody else's."""
 
 
+_STORES_ALL = ("marian", "fairseq", "ctranslate2")
+"""Formats with the configuration and the tokenizers of their models."""
+
+
 def _check_arguments(source: ImportFormat, config: Any, tokenizer: Any, mapping: Any, num_heads: Any) -> None:
     """Raises UserError if something is given that the format has no use for."""
-    stores_all = source in ("marian", "fairseq", "ctranslate2")
+    stores_all = source in _STORES_ALL
     for name, value, useless in (
         ("config", config, stores_all),
         ("tokenizer", tokenizer, stores_all),
@@ -150,7 +155,7 @@ def _read(
 ) -> Imported:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
-    if source in ("marian", "fairseq", "ctranslate2"):
+    if source in _STORES_ALL:
         if source == "ctranslate2":
             return read_ctranslate2(path, num_heads)
         return read_marian(path) if source == "marian" else read_fairseq(path)
@@ -186,20 +191,13 @@ def _own_params(tensors: dict[str, np.ndarray], model: ModelConfig, origin: str)
     wanted = flatten(abstract_params(model))
     problems = [f"{name} is missing" for name in wanted if name not in tensors]
     problems += [f"{name} is left over" for name in tensors if name not in wanted]
+    leaves = {}
     for name in wanted.keys() & tensors.keys():
-        if tensors[name].shape != wanted[name].shape:
-            problems.append(f"{name} has shape {list(tensors[name].shape)}, not {list(wanted[name].shape)}")
-        elif not np.issubdtype(tensors[name].dtype, np.floating):
-            problems.append(f"{name} holds {tensors[name].dtype}, not floating-point numbers")
-        elif not np.all(np.isfinite(tensors[name].astype(wanted[name].dtype))):
-            problems.append(f"{name} holds numbers that are not finite in {wanted[name].dtype}")
+        leaves[name], wrong = in_dtype(name, tensors[name], wanted[name].shape, np.dtype(wanted[name].dtype))
+        problems += wrong
     if problems:
         raise UserError(f"{origin} does not fit the model: {'; '.join(problems)}")
-    return unflatten({name: tensors[name].astype(leaf.dtype) for name, leaf in wanted.items()})
-
-
-def _as_numpy(params: Params) -> Params:
-    return unflatten({name: np.asarray(leaf) for name, leaf in flatten(params).items()})
+    return unflatten({name: leaves[name] for name in wanted})
 
 
 def _check_free(folder: Path, overwrite: bool, marker: str, what: str) -> None:

@@ -9,6 +9,7 @@ from transformer_jax.data.segmentation import WordTokenizer
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.errors import UserError
 from transformer_jax.interop.folder_files import OWN_TOKENIZER
+from transformer_jax.interop.imported import Start
 
 PADDING = ("<pad>", "<blank>")
 
@@ -19,7 +20,7 @@ class Tokens(NamedTuple):
     pair: TokenizerPair
     joint: bool
     """Whether both sides have one vocabulary."""
-    start: str
+    start: Start
     """`model.decoder_start`, unless the decoder starts from zeros."""
     pad_id: int
     bos_id: int
@@ -48,7 +49,7 @@ def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, tar
     named = next((name for name in PADDING if name in target and _place(source, name) == _place(target, name)), None)
     pad_id = max(source_rows, target_rows) if named is None else target.index(named)
     bos_id = _place(target, settings["bos_token"])
-    start = "bos"
+    start: Start = "bos"
     if start_id == eos_id:
         start = "eos"
     elif start_id == pad_id:

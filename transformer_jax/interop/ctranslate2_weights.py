@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.tables import Row, Table, flatten, row, unflatten
+from transformer_jax.interop.imported import Tying
+from transformer_jax.interop.tables import Row, Table, embeddings, flatten, row, unflatten
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import Params
 
@@ -50,13 +51,7 @@ def _layers(stack: str) -> list[Row]:
 
 TABLE = Table(
     rows=(
-        row(SOURCE, "embedding/table"),
-        row(TARGET, "embedding/table"),
-        row(OUTPUT, "embedding/table"),
-        row(SOURCE, "source_embedding/table"),
-        row(TARGET, "target_embedding/table"),
-        row(OUTPUT, "target_embedding/table", unless="output_projection/kernel"),
-        row(OUTPUT, "output_projection/kernel"),
+        *embeddings(SOURCE, TARGET, OUTPUT),
         row(OUTPUT_BIAS, "logits_bias"),
         row("encoder/position_encodings/encodings", "source_positions/table"),
         row("decoder/position_encodings/encodings", "target_positions/table"),
@@ -66,7 +61,7 @@ TABLE = Table(
 )
 
 
-def find_tie(tensors: Mapping[str, np.ndarray], one_vocabulary: bool) -> str:
+def find_tie(tensors: Mapping[str, np.ndarray], one_vocabulary: bool) -> Tying:
     """`model.tie_embeddings`: which of the tables are equal. A file may hold them once or more than once."""
     source = next((tensors[name] for name in SOURCE if name in tensors), None)
     if source is None or TARGET not in tensors or OUTPUT not in tensors:

@@ -16,42 +16,32 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConf
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.errors import UserError
 from transformer_jax.interop.fairseq_dictionary import read_dictionary
-from transformer_jax.interop.imported import Imported, check_expressible, check_plain_heads
-from transformer_jax.interop.tables import Row, Table, Tensors, from_foreign, linear, norm, renamed, row, to_foreign
+from transformer_jax.interop.imported import Imported, Tying, check_expressible, check_plain_heads
+from transformer_jax.interop.tables import (
+    Table,
+    Tensors,
+    embeddings,
+    fairseq_stack,
+    from_foreign,
+    renamed,
+    row,
+    to_foreign,
+)
 from transformer_jax.interop.tensor_files import load_torch, state_dict_arrays
 from transformer_jax.types import Params
 
 BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)  # of every fairseq dictionary
 
 
-def _stack(stack: str, attentions: Mapping[str, str]) -> list[Row]:
-    there, here = f"{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
-    rows: list[Row] = []
-    for foreign, ours in attentions.items():
-        for projection, name in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "output")):
-            rows += linear(f"{there}.{foreign}.{projection}_proj", f"{here}/{ours}/{name}", zeros=True)
-        rows += norm(f"{there}.{foreign}_layer_norm", f"{here}/{ours}_norm")
-    rows += linear(f"{there}.fc1", f"{here}/feed_forward/inner")
-    rows += linear(f"{there}.fc2", f"{here}/feed_forward/outer")
-    rows += norm(f"{there}.final_layer_norm", f"{here}/feed_forward_norm")
-    return rows + norm(f"{stack}.layer_norm", f"{stack}/final_norm")
-
-
 OUTPUT = ("decoder.output_projection.weight", "decoder.embed_out")
 
 TABLE = Table(
     rows=(
-        row("encoder.embed_tokens.weight", "embedding/table"),
-        row("decoder.embed_tokens.weight", "embedding/table"),
-        row(OUTPUT, "embedding/table"),
-        row("encoder.embed_tokens.weight", "source_embedding/table"),
-        row("decoder.embed_tokens.weight", "target_embedding/table"),
-        row(OUTPUT, "target_embedding/table", unless="output_projection/kernel"),
-        row(OUTPUT, "output_projection/kernel"),
+        *embeddings("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", OUTPUT),
         row("encoder.embed_positions.weight", "source_positions/table"),
         row("decoder.embed_positions.weight", "target_positions/table"),
-        *_stack("encoder", {"self_attn": "self_attention"}),
-        *_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
+        *fairseq_stack("encoder", {"self_attn": "self_attention"}),
+        *fairseq_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
     ),
     ignored=("_float_tensor", "encoder.version", "decoder.version", "embed_positions._float_tensor"),
 )
@@ -210,7 +200,7 @@ def _model_config(args: Mapping[str, Any], pair: TokenizerPair, tensors: Tensors
     for name, values in (("normalize_before", pre), ("learned_pos", learned), ("embed_dim", widths)):
         if values[0] != values[1]:
             raise UserError(f"{file}: encoder_{name} is {values[0]} and decoder_{name} {values[1]}; they must be equal")
-    tied = "none"
+    tied: Tying = "none"
     if setting("share_all_embeddings", False):
         tied = "all"
     elif setting("share_decoder_input_output_embed", False):
@@ -238,7 +228,7 @@ def _model_config(args: Mapping[str, Any], pair: TokenizerPair, tensors: Tensors
         position_exponent="tensor2tensor",
         position_offset=PAD_ID + 1,
         max_length=len(table) if table is not None else 1024,
-        tie_embeddings=tied,  # type: ignore[arg-type]
+        tie_embeddings=tied,
         scale_embeddings=not setting("no_scale_embedding", False),
         decoder_start="eos",
         pad_id=PAD_ID,

@@ -1,12 +1,17 @@
 """What every format gives and takes, and the check that a format can say what a model does."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.errors import UserError
 from transformer_jax.types import Params
+
+# What the fields of `ModelConfig` may be; a value that is found out has to say which of them it is.
+Tying = Literal["all", "target", "none"]
+Start = Literal["bos", "eos", "pad", "zeros"]
+Activation = Literal["relu", "gelu", "swish"]
 
 
 class Imported(NamedTuple):

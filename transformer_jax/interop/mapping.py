@@ -30,9 +30,8 @@ def read_mapping(path: Path, config: ModelConfig) -> Table:
         raise UserError(f"{path}: cannot be read as TOML: {error}") from error
     tensors, ignore = tree.pop("tensors", None), tree.pop("ignore", [])
     if tree or not isinstance(tensors, dict) or not isinstance(ignore, list) or not all(_is_text(e) for e in ignore):
-        raise UserError(
-            f"{path}: a mapping has a table [tensors] and a list `ignore`; found {', '.join(tree) or 'not'}"
-        )
+        also = f", and no {', '.join(tree)}" if tree else ""
+        raise UserError(f"{path}: a mapping has a table [tensors] and may have a list `ignore` of endings{also}")
     known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
     rows: list[Row] = []
     for foreign, ours in tensors.items():

@@ -14,7 +14,7 @@ from transformer_jax.config import Config, DecodingConfig, ModelConfig, Tokenize
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.errors import UserError
 from transformer_jax.interop.folder_files import read_json, write_json
-from transformer_jax.interop.imported import Imported
+from transformer_jax.interop.imported import Activation, Imported, Tying
 from transformer_jax.interop.marian_tokenizer_files import read_tokenizers, write_tokenizers
 from transformer_jax.interop.marian_weights import marian_tensors, params_from_marian
 from transformer_jax.interop.tensor_files import load_torch, read_safetensors, state_dict_arrays, write_safetensors
@@ -57,7 +57,7 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "stop_strings": (),
 }
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
 
 
 def read_marian(folder: Path) -> Imported:
@@ -192,7 +192,8 @@ def _model_config(settings: _Settings, **known: Any) -> ModelConfig:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise settings.error("activation_function", ", ".join(_ACTIVATIONS))
     rows = settings.number("vocab_size")
-    target_rows, tied = rows, "all"
+    target_rows = rows
+    tied: Tying = "all"
     if not settings.flag("share_encoder_decoder_embeddings", True):
         target_rows, tied = settings.number("decoder_vocab_size", rows), "target"
     if not settings.flag("tie_word_embeddings", True):
@@ -212,14 +213,14 @@ def _model_config(settings: _Settings, **known: Any) -> ModelConfig:
         d_ff=inner[0],
         decoder_d_ff=inner[1],
         norm_epsilon=1e-5,
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        activation=_ACTIVATIONS[activation],
         attention_bias=True,
         residual_dropout=settings.rate("dropout", 0.1),
         attention_dropout=settings.rate("attention_dropout", 0.0),
         activation_dropout=settings.rate("activation_dropout", 0.0),
         positions="halves",
         max_length=settings.number("max_position_embeddings", 1024),
-        tie_embeddings=tied,  # type: ignore[arg-type]
+        tie_embeddings=tied,
         scale_embeddings=settings.flag("scale_embedding", False),
         **known,
     )

@@ -12,13 +12,12 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.interop.imported import check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
-    Row,
     Table,
     Tensors,
+    embeddings,
+    fairseq_stack,
     flatten,
     from_foreign,
-    linear,
-    norm,
     row,
     to_foreign,
     unflatten,
@@ -32,32 +31,14 @@ _OUTPUT = "lm_head.weight"
 _POSITIONS = tuple(f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder"))
 
 
-def _stack(stack: str, attentions: dict[str, str]) -> list[Row]:
-    there, here = f"model.{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
-    rows: list[Row] = []
-    for foreign, ours in attentions.items():
-        for projection, name in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "output")):
-            rows += linear(f"{there}.{foreign}.{projection}_proj", f"{here}/{ours}/{name}", zeros=True)
-        rows += norm(f"{there}.{foreign}_layer_norm", f"{here}/{ours}_norm")
-    rows += linear(f"{there}.fc1", f"{here}/feed_forward/inner")
-    rows += linear(f"{there}.fc2", f"{here}/feed_forward/outer")
-    return rows + norm(f"{there}.final_layer_norm", f"{here}/feed_forward_norm")
-
-
 TABLE = Table(
     rows=(
         # The first of each table's names is the one that transformers writes.
         row(_SHARED, "embedding/table"),
-        row(_SOURCE, "embedding/table"),
-        row(_TARGET, "embedding/table"),
-        row(_OUTPUT, "embedding/table"),
-        row((_SOURCE, _SHARED), "source_embedding/table"),
-        row((_TARGET, _SHARED), "target_embedding/table"),
-        row(_OUTPUT, "target_embedding/table", unless="output_projection/kernel"),
-        row(_OUTPUT, "output_projection/kernel"),
+        *embeddings((_SOURCE, _SHARED), (_TARGET, _SHARED), _OUTPUT),
         row(_LOGITS_BIAS, "logits_bias", leading=1),
-        *_stack("encoder", {"self_attn": "self_attention"}),
-        *_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
+        *fairseq_stack("encoder", {"self_attn": "self_attention"}, "model."),
+        *fairseq_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}, "model."),
     ),
 )
 _WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none": ()}
@@ -88,7 +69,7 @@ def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
     """
     check_marian(model)
     if model.positions == "interleaved":
-        params = reorder(params, np.concatenate([np.arange(0, model.d_model, 2), np.arange(1, model.d_model, 2)]))
+        params = in_halves(params, model.d_model)
     tensors = to_foreign(params, TABLE, model)
     for name in _WRITTEN_ONCE[model.tie_embeddings]:
         del tensors[name]
@@ -110,6 +91,11 @@ def check_marian(model: ModelConfig) -> None:
     }
     check_expressible(model, "marian", legal)
     check_plain_heads(model, "marian")
+
+
+def in_halves(params: Params, d_model: int) -> Params:
+    """The parameters of a model with interleaved positions, for one with halves: the same function."""
+    return reorder(params, np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)]))
 
 
 def reorder(params: Params, order: np.ndarray) -> Params:

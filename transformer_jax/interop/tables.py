@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
@@ -81,22 +82,41 @@ def norm(foreign: str, ours: str, names: tuple[str, str] = ("weight", "bias")) -
     return [row(f"{foreign}.{names[0]}", f"{ours}/scale"), row(f"{foreign}.{names[1]}", f"{ours}/bias")]
 
 
+def embeddings(source: str | Sequence[str], target: str | Sequence[str], output: str | Sequence[str]) -> list[Row]:
+    """The rows of the tables and of the output's matrix, however many of them are one: tied ones must agree."""
+    return [
+        row(source, "embedding/table"),
+        row(target, "embedding/table"),
+        row(output, "embedding/table"),
+        row(source, "source_embedding/table"),
+        row(target, "target_embedding/table"),
+        row(output, "target_embedding/table", unless="output_projection/kernel"),
+        row(output, "output_projection/kernel"),
+    ]
+
+
+def fairseq_stack(stack: str, attentions: Mapping[str, str], prefix: str = "") -> list[Row]:
+    """The rows of a stack under fairseq's names, which Hugging Face's models took over."""
+    there, here = f"{prefix}{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
+    rows: list[Row] = []
+    for foreign, ours in attentions.items():
+        for projection, name in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "output")):
+            rows += linear(f"{there}.{foreign}.{projection}_proj", f"{here}/{ours}/{name}", zeros=True)
+        rows += norm(f"{there}.{foreign}_layer_norm", f"{here}/{ours}_norm")
+    rows += linear(f"{there}.fc1", f"{here}/feed_forward/inner")
+    rows += linear(f"{there}.fc2", f"{here}/feed_forward/outer")
+    rows += norm(f"{there}.final_layer_norm", f"{here}/feed_forward_norm")
+    return rows + norm(f"{prefix}{stack}.layer_norm", f"{stack}/final_norm")
+
+
 def flatten(params: Params) -> dict[str, Any]:
     """{"encoder/layer_0/self_attention/query/kernel": array, ...}."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+    return flatten_dict(params, sep="/")
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Params:
     """The reverse of `flatten`."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree
+    return unflatten_dict(leaves, sep="/")
 
 
 def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict[str, np.ndarray]:
@@ -191,21 +211,31 @@ def _rows(table: Table, config: ModelConfig, leaves: Mapping[str, Any]) -> Itera
             yield item.at(layer)
 
 
+def in_dtype(
+    name: str, tensor: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
+) -> tuple[np.ndarray | None, list[str]]:
+    """A foreign tensor in the dtype of the model here, or None and what is wrong with it."""
+    if tensor.shape != shape:
+        return None, [f"{name} has shape {list(tensor.shape)}, not {list(shape)}"]
+    if not np.issubdtype(tensor.dtype, np.floating):
+        return None, [f"{name} holds {tensor.dtype}, not floating-point numbers"]
+    with np.errstate(over="ignore"):
+        tensor = tensor.astype(dtype, copy=False)  # first: a large number may be none in this dtype
+    if not np.all(np.isfinite(tensor)):
+        return None, [f"{name} holds numbers that are not finite in {dtype}"]
+    return tensor, []
+
+
 def _read(
     item: Row, name: str, tensor: np.ndarray, wanted: Mapping[str, Any], found: dict[str, np.ndarray], dtype: np.dtype
 ) -> list[str]:
     """Puts what a foreign tensor holds into `found`; returns what is wrong with it."""
     shapes = [_foreign_shape(path, wanted[path].shape) for path in item.ours]
     expected = (1,) * item.leading + (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if tensor.shape != expected:
-        return [f"{name} has shape {list(tensor.shape)}, not {list(expected)}"]
-    if not np.issubdtype(tensor.dtype, np.floating):
-        return [f"{name} holds {tensor.dtype}, not floating-point numbers"]
-    with np.errstate(over="ignore"):
-        tensor = tensor.astype(dtype, copy=False)  # first: a large number may be none in this dtype
-    if not np.all(np.isfinite(tensor)):
-        return [f"{name} holds numbers that are not finite in {dtype}"]
-    tensor, problems, first = tensor.reshape(expected[item.leading :]), [], 0
+    fitting, problems = in_dtype(name, tensor, expected, dtype)
+    if fitting is None:
+        return problems
+    tensor, first = fitting.reshape(expected[item.leading :]), 0
     for path, shape in zip(item.ours, shapes, strict=True):
         # A copy: the tensor may be a window on a file that changes.
         leaf = np.array(_our_layout(path, tensor[first : first + shape[0]], wanted[path].shape), order="C")

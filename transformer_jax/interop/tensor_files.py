@@ -45,7 +45,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     safetensors = _import_safetensors(f"to read {path}")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            return {name: _widened(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            return {name: _widened(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except Exception as error:  # of the library, of the system, or of NumPy for a type that it does not know
         raise UserError(f"{path}: not a readable .safetensors file: {first_line(error)}") from error
 
@@ -92,7 +92,7 @@ def _refusal(path: Path, refused: list[str]) -> str:
     return (
         f"{path} holds objects of {', '.join(sorted(refused))}, which reading would execute; it is refused. Where the "
         "file is trusted, save it again without them: c = torch.load(FILE, weights_only=False); "
-        "torch.save({k: c[k] for k in ('args', 'cfg', 'model', 'state_dict', 'model_state_dict') if k in c}, NEW_FILE)"
+        f"torch.save({{k: c[k] for k in {('args', 'cfg', *_CONTAINERS)} if k in c}}, NEW_FILE)"
     )
 
 

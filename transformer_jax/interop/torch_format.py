@@ -13,7 +13,18 @@ import numpy as np
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.interop.imported import check_expressible, check_plain_heads
-from transformer_jax.interop.tables import Row, Table, Tensors, from_foreign, linear, norm, renamed, row, to_foreign
+from transformer_jax.interop.tables import (
+    Row,
+    Table,
+    Tensors,
+    embeddings,
+    from_foreign,
+    linear,
+    norm,
+    renamed,
+    row,
+    to_foreign,
+)
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import Params
 
@@ -45,14 +56,8 @@ OUTPUT = ("generator.weight", "fc_out.weight", "output_projection.weight", "lm_h
 
 TABLE = Table(
     rows=(
-        # Tied tables are stored once for each use; all of them must agree. A shared one may stand for both sides.
-        row((*SOURCE, *SHARED), "embedding/table"),
-        row((*TARGET, *SHARED), "embedding/table"),
-        row(OUTPUT, "embedding/table"),
-        row((*SOURCE, *SHARED), "source_embedding/table"),
-        row((*TARGET, *SHARED), "target_embedding/table"),
-        row(OUTPUT, "target_embedding/table", unless="output_projection/kernel"),
-        row(OUTPUT, "output_projection/kernel"),
+        # A shared table may stand for both sides.
+        *embeddings((*SOURCE, *SHARED), (*TARGET, *SHARED), OUTPUT),
         row(tuple(name.replace("weight", "bias") for name in OUTPUT), "logits_bias"),
         row("src_positions.weight", "source_positions/table"),
         row("tgt_positions.weight", "target_positions/table"),

@@ -4,13 +4,11 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-import numpy as np
-
 from transformer_jax.config import Config, load_config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.fairseq_format import read_fairseq
-from transformer_jax.interop.marian_weights import reorder
+from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_torch
 from transformer_jax.parity.compare import ParityReport, compare_models, random_params
@@ -61,8 +59,7 @@ def compare(
     model = config.model
     if against == "marian" and model.positions == "interleaved":
         # Halves are the same columns in another order: reordered weights are the same function of them.
-        order = np.concatenate([np.arange(0, model.d_model, 2), np.arange(1, model.d_model, 2)])
-        model, params = dataclasses.replace(model, positions="halves"), reorder(params, order)
+        model, params = dataclasses.replace(model, positions="halves"), in_halves(params, model.d_model)
         notes = ["model.positions 'interleaved' is 'halves' in Marian; compared with the d_model axis so reordered"]
     oracle = make_oracle(against, model, params, folder)
     report = compare_models(model, params, oracle, dtype=dtype, training=config.training, decoding=config.decoding)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.interop.tables import flatten
 from transformer_jax.types import Batch, Params
 
 Arrays = dict[str, np.ndarray]
@@ -144,7 +145,7 @@ class TorchOracle:
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self._named(module)
         }
-        return loss.item(), _flat(self._to_params(gradients))
+        return loss.item(), flatten(self._to_params(gradients))
 
     @few_threads()
     def trajectory(
@@ -162,7 +163,7 @@ class TorchOracle:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        return losses, _flat(self._to_params({name: parameter.detach() for name, parameter in self._named(module)}))
+        return losses, flatten(self._to_params({name: parameter.detach() for name, parameter in self._named(module)}))
 
     def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
         """The search among those it knows that is nearest."""
@@ -304,10 +305,3 @@ def _penalty(length: int, decoding: DecodingConfig) -> float:
 
 def _ids(tokens: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(tokens, np.int64))
-
-
-def _flat(tree: Params, prefix: str = "") -> Arrays:
-    leaves: Arrays = {}
-    for name, value in tree.items():
-        leaves.update(_flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {prefix + name: value})
-    return leaves

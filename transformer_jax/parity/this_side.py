@@ -13,7 +13,7 @@ import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
 from transformer_jax.decoding.translator import search
-from transformer_jax.interop.tables import flatten, unflatten
+from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
 from transformer_jax.model.masks import padding_mask, target_mask
@@ -76,7 +76,8 @@ class Side:
         """The same in another dtype, dropout off."""
         off = dict.fromkeys(("residual_dropout", "attention_dropout", "activation_dropout"), 0.0)
         config = dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype, **off)  # type: ignore[arg-type]
-        return dataclasses.replace(self, config=config, params=_astype(self.params, dtype))
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
+        return dataclasses.replace(self, config=config, params=params)
 
     @property
     def model(self) -> Transformer:
@@ -100,8 +101,8 @@ def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
         jnp.asarray(tgt_in),
         capture_intermediates=is_wanted,
     )
-    paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
-    seen = {"/".join(str(key.key) for key in path[:-1]): values for path, values in paths}
+    # Under the path of each module stands what its method returned, once for each call.
+    seen = {path.rpartition("/")[0]: values for path, values in flatten(state["intermediates"]).items()}
     embeddings = dict(zip(("encoder/embedding", "decoder/embedding"), seen.pop("dropout"), strict=True))
     outputs = embeddings | {name: values[0] for name, values in seen.items()} | {"logits": logits}
     return {name: np.asarray(value) for name, value in outputs.items()}
@@ -167,10 +168,6 @@ def lines(
     )
     tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
     return [(row[:length].tolist(), float(score)) for row, length, score in zip(tokens, lengths, scores, strict=True)]
-
-
-def _astype(params: Params, dtype: str) -> Params:
-    return unflatten({name: np.asarray(leaf, dtype) for name, leaf in flatten(params).items()})
 
 
 def _numpy(params: Params) -> Arrays:
