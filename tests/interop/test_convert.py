@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -121,6 +122,23 @@ def test_output_that_is_not_empty(run, tmp_path):
         import_run(out, "safetensors", tmp_path / "back")
     import_run(out, "safetensors", tmp_path / "back", overwrite=True)
     assert json.loads((tmp_path / "back" / "imported.json").read_text())["from"] == "safetensors"
+
+
+def test_a_replacement_that_fails_leaves_what_was_there(run, tmp_path, monkeypatch):
+    out = export_run(run, "safetensors", tmp_path / "out")
+    before = (out / "model.safetensors").read_bytes()
+    rename = Path.rename
+
+    def fail(self, target):
+        if self.name.endswith(".unfinished"):
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+        export_run(run, "safetensors", out, overwrite=True)
+    assert (out / "model.safetensors").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 class Malicious:

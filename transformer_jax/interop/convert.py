@@ -216,15 +216,20 @@ def _folder_made_whole(folder: Path) -> Iterator[Path]:
     final = folder.resolve()
     unfinished, old = (final.with_name(f".{final.name}.{what}") for what in ("unfinished", "old"))
     try:
-        for leftover in (unfinished, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         yield unfinished
         if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
-        unfinished.rename(final)
+        try:
+            unfinished.rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
-        for leftover in (unfinished, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
