@@ -101,7 +101,7 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         say(f"resuming {run.path} at step {steps[-1]}")
     del pairs
     test = read_split(config.data, "test")  # now, so that a mistake is found before the training
-    evaluate: Callable[[Params, int], Evaluation] = lambda params, step: Evaluation()  # noqa: E731
+    evaluate: Callable[[Params, int], Evaluation] = _no_evaluation
     valid = read_split(config.data, "valid")
     if valid is not None:
         encoded_valid = load_or_encode(config, "valid", tokenizers, run.cache, valid)
@@ -126,6 +126,11 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         return outcome
     _test(config, run, test, say)
     return outcome
+
+
+def _no_evaluation(params: Params, step: int) -> Evaluation:
+    """Of a run without a validation split."""
+    return Evaluation()
 
 
 def _batches_from(start: int, *, encoded: Any, plan: BatchPlan, config: Config, multiple: int) -> Any:

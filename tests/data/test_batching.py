@@ -1,9 +1,7 @@
 """No pair lost or repeated, the budget kept, few shapes, little padding, the same batch for the same number."""
 
 import itertools
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,10 +178,8 @@ def test_evaluation_has_every_pair_once_in_few_shapes(row_multiple):
 @pytest.mark.parametrize(
     ("folder", "kind", "vocab_size"), [("bpe10k-en-de", "presegmented", 12_000), ("raw", "bpe", 8_000)]
 )
-def test_real_text(folder, kind, vocab_size):
-    if "TRANSFORMER_JAX_DATA" not in os.environ:
-        pytest.skip("TRANSFORMER_JAX_DATA does not name a folder with multi30k")
-    directory = Path(os.environ["TRANSFORMER_JAX_DATA"]) / "multi30k" / folder
+def test_real_text(folder, kind, vocab_size, data_folder):
+    directory = data_folder / "multi30k" / folder
     config = Config(
         model=ModelConfig(vocab_size=vocab_size),
         data=DataConfig(source="text", directory=str(directory)),

@@ -69,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
         return 1
-    except Exception as error:
+    except Exception as error:  # a defect here: one line for the user, all of it with --traceback
         if show_traceback:
             raise
         print(f"error: {first_line(error)}\nrun again with --traceback to see where", file=sys.stderr)

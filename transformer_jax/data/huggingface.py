@@ -40,7 +40,7 @@ def _from_disk(config: DataConfig, split: Split, split_name: str) -> Any:
     directory = Path(config.directory).expanduser()
     try:
         loaded = datasets.load_from_disk(str(directory))
-    except Exception as error:
+    except Exception as error:  # as many kinds: no such folder, another format, a file that is damaged
         raise UserError(
             f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {first_line(error)}"
         ) from error

@@ -54,7 +54,7 @@ def _builder(tensorflow_datasets: Any, config: DataConfig) -> Any:
     for attempt in range(2):
         try:
             return tensorflow_datasets.builder(config.name, file_format="array_record", **place)
-        except Exception as error:
+        except Exception as error:  # no such set, folder or version, each a kind of its own
             # Data sets for translation are registered only when their module is loaded: wmt14_translate by .wmt14.
             module = config.name.split("/")[0].split(":")[0].removesuffix("_translate")
             if attempt == 0 and _imported(f"tensorflow_datasets.translate.{module}"):
