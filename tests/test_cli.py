@@ -72,7 +72,9 @@ def loads(monkeypatch):
 def trains(monkeypatch):
     """The calls of `commands.train`."""
     seen = []
-    monkeypatch.setattr(commands, "train", lambda config, workdir, say: seen.append((config, workdir)))
+    monkeypatch.setattr(
+        commands, "train", lambda config, workdir, say, profile: seen.append((config, workdir, profile))
+    )
     return seen
 
 
@@ -89,9 +91,10 @@ def test_train_takes_a_recipe_and_its_default_folder(cli, trains, tiny, monkeypa
     assert cli("train", "tiny.py").status == 0
     assert cli("train", "tiny.py:wide", "--workdir", "elsewhere").status == 0
     assert cli("train", "tiny.py:wide").status == 0
-    assert cli("train").status == 0
-    configs, workdirs = zip(*trains, strict=True)
+    assert cli("train", "--profile").status == 0
+    configs, workdirs, profiles = zip(*trains, strict=True)
     assert [str(path) for path in workdirs] == ["runs/tiny", "elsewhere", "runs/tiny-wide", "runs/numbers"]
+    assert profiles == (False, False, False, True)
     assert [config.model.d_ff for config in configs[:3]] == [32, 48, 48]
     assert configs[3].data.source == "numbers"
 

@@ -136,6 +136,18 @@ def test_the_result_is_said_last_and_written(tiny):
     assert len(reports) == 1, "what the filter left out is counted in the log"
 
 
+def test_training_on_packed_batches(tiny, tmp_path):
+    """Padding is said, one shape is compiled; the model learns."""
+    data = dataclasses.replace(tiny.config.data, batching="packed", packed_length=100, valid="", test="")
+    config = dataclasses.replace(tiny.config, data=data)
+    said: list[str] = []
+    commands.train(config, tmp_path / "run", said.append)
+    assert any("in 1 shape(s)" in line for line in said)
+    losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.3
+
+
 def test_a_finished_run_says_so_and_says_its_result_again(tiny):
     before = RunFolder(tiny.run).metrics.read_bytes()
     said: list[str] = []

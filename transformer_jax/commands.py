@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.data.batching import BatchPlan, choose_shapes
+from transformer_jax.data.batching import BatchPlan, Plan, choose_shapes, make_batch
 from transformer_jax.data.corpus import read_split
-from transformer_jax.data.encoding import load_or_encode
+from transformer_jax.data.encoding import EncodedPairs, load_or_encode
+from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.pipeline import batch_iterator
 from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizers
@@ -27,18 +29,19 @@ from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolv
 from transformer_jax.run.folder import RunFolder, write_atomically
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import make_mesh, row_multiple
-from transformer_jax.types import Params
+from transformer_jax.types import Batch, Params
 
 Say = Callable[[str], None]
 
 
-def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | None:
+def train(config: Config, workdir: str | Path, say: Say = print, *, profile: bool = False) -> Outcome | None:
     """Trains a run, or goes on with it, and scores it on the test split at the end.
 
     Args:
         config: the recipe.
         workdir: the run's folder.
         say: called with each line for the user.
+        profile: whether to trace some steps into the run's `profile/`.
 
     Returns:
         How training ended; None if all steps had been done before.
@@ -88,13 +91,11 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
             "back, or start another run with --workdir (and --training.init-from this one)"
         )
     write_atomically(run.data_sha256, encoded.sha256() + "\n")
-    lengths = encoded.source_lengths, encoded.target_lengths
-    plan = BatchPlan(
-        *lengths, choose_shapes(*lengths, config.data.batch_tokens, config.data.max_shapes), config.training.seed
-    )
+    plan = _plan(config, encoded)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config.model)))
     say(
-        f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shapes, {plan.padding_share(*lengths):.1%} "
-        f"padding; {sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config.model))):,} parameters; "
+        f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
+        f"in an order of {plan.order_bits:,.0f} bits; {num_parameters:,} parameters; "
         f"{jax.device_count()} {jax.devices()[0].device_kind} device(s); ready after {time.monotonic() - started:.0f} s"
     )
     if steps:
@@ -117,6 +118,8 @@ def train(config: Config, workdir: str | Path, say: Say = print) -> Outcome | No
         partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=multiple),
         evaluate,
         params,
+        announced=_empty_batches(config, encoded, plan, multiple),
+        profile=profile,
     )
     if outcome.interrupted_by:
         say(
@@ -133,7 +136,23 @@ def _no_evaluation(params: Params, step: int) -> Evaluation:
     return Evaluation()
 
 
-def _batches_from(start: int, *, encoded: Any, plan: BatchPlan, config: Config, multiple: int) -> Any:
+def _plan(config: Config, encoded: EncodedPairs) -> Plan:
+    """Which pairs stand in which batch, as `data.batching` says."""
+    data, seed = config.data, config.training.seed
+    lengths = encoded.source_lengths, encoded.target_lengths
+    if data.batching == "packed":
+        return PackedPlan(*lengths, data.packed_length, data.batch_tokens, seed)
+    return BatchPlan(*lengths, choose_shapes(*lengths, data.batch_tokens, data.max_shapes), seed)
+
+
+def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: int) -> list[Batch]:
+    """Of each shape that the plan has a batch of nothing but padding."""
+    nothing = np.zeros(0, np.int64)
+    in_row = nothing if config.data.batching == "packed" else None
+    return [make_batch(encoded, nothing, shape, config.model, multiple, in_row) for shape in plan.shapes]
+
+
+def _batches_from(start: int, *, encoded: EncodedPairs, plan: Plan, config: Config, multiple: int) -> Any:
     return batch_iterator(
         encoded,
         plan,
@@ -169,7 +188,8 @@ def _starting_point(
 def _check_same_function(old: Config, new: Config) -> None:
     """Weights may only go into a model that computes the same function of them, and of the same tokens."""
     free = {"model.residual_dropout", "model.attention_dropout", "model.activation_dropout", "model.initialization"}
-    free |= {"model.dtype", "model.param_dtype", "tokenizer.min_frequency"}
+    free |= {"model.dtype", "model.param_dtype", "tokenizer.min_frequency", "model.remat", "model.scan_layers"}
+    free.add("model.attention_kernel")
     before, after = old.flat(), new.flat()
     names = [name for name in after if name.startswith(("model.", "tokenizer.")) and name not in free]
     names = [name for name in names if before[name] != after[name]]

@@ -5,11 +5,11 @@ The docstring under a field is its `--help`. A default is the paper's value wher
 
 import dataclasses
 import json
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from transformer_jax.config_json import from_tree
 from transformer_jax.errors import UserError
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
@@ -112,6 +112,14 @@ class ModelConfig:
     """Of the computation. Softmax, LayerNorm and logits are computed in at least float32."""
     param_dtype: FloatType = "float32"
     """Of the parameters."""
+    attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
+    """What computes attention. xla: three operations. cudnn: NVIDIA's fused kernel, with dtype bfloat16 and without
+    attention_dropout. auto: cudnn where it can serve."""
+    remat: Literal["none", "layers"] = "none"
+    """layers: the backward pass computes each layer again rather than keeping what is inside it: less memory, a third
+    more work. On CPUs it needs scan_layers."""
+    scan_layers: bool = False
+    """Compile a stack's layers as one loop: compiles faster, runs slower. The parameters are the same."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "max_length"):
@@ -149,6 +157,11 @@ class ModelConfig:
             self.tie_embeddings != "all" or self.source_vocab_size in (None, self.vocab_size),
             f"model.source_vocab_size {self.source_vocab_size} differs from model.vocab_size {self.vocab_size}: "
             "with model.tie_embeddings 'all' they must be equal (use 'target' or 'none')",
+        )
+        _require(
+            self.attention_kernel != "cudnn" or (self.dtype == "bfloat16" and not self.attention_dropout),
+            f"model.attention_kernel is 'cudnn', model.dtype {self.dtype!r} and model.attention_dropout "
+            f"{self.attention_dropout}: that kernel needs bfloat16 and no dropout",
         )
         _require(
             self.norm_variant == "standard" or self.d_model >= 2,
@@ -255,6 +268,11 @@ class DataConfig:
     are added where devices do not divide the rows."""
     max_shapes: int = 12
     """Batches have at most this many different shapes: each is compiled once."""
+    batching: Literal["bucketed", "packed"] = "bucketed"
+    """bucketed: a row is a pair, and pairs of about one length share a batch. packed: rows of packed_length tokens on
+    each side hold several pairs, which do not see each other; there is one shape."""
+    packed_length: int = 256
+    """packed: tokens of a row on each side; at least max_length."""
     prefetch: int = 8
     """Batches made ahead of the training step."""
 
@@ -270,7 +288,7 @@ class DataConfig:
         if self.source == "tfds":
             _require(bool(self.name), f"data.source is 'tfds' and data.name {self.name!r}: name the dataset")
         _require(bool(self.train), f"data.train is {self.train!r}; name the training split")
-        for name in ("numbers_train", "max_length", "batch_tokens", "max_shapes", "prefetch"):
+        for name in ("numbers_train", "max_length", "batch_tokens", "max_shapes", "prefetch", "packed_length"):
             _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("numbers_valid", "numbers_test"):
             _require(getattr(self, name) >= 0, f"data.{name} is {getattr(self, name)}; it must not be negative")
@@ -281,6 +299,11 @@ class DataConfig:
             self.batch_tokens >= self.max_length,
             f"data.batch_tokens {self.batch_tokens} is less than data.max_length {self.max_length}: "
             "the longest pair would fit no batch",
+        )
+        _require(
+            self.batching != "packed" or self.max_length <= self.packed_length <= self.batch_tokens,
+            f"data.packed_length is {self.packed_length}; with data.batching 'packed' it must be from data.max_length "
+            f"{self.max_length} to data.batch_tokens {self.batch_tokens}",
         )
 
 
@@ -334,6 +357,12 @@ class TrainingConfig:
     accumulate: int = 1
     """Split each batch into this many parts, one after the other, to save memory; but for the dropout bits the update
     is the same."""
+    dropout_generator: Literal["hash", "threefry"] = "hash"
+    """Where dropout's random bits come from. hash: a hash of the element's number, a dozen instructions each. threefry:
+    JAX's own generator, several times as many."""
+    logits_megabytes: int = 256
+    """Logits of a training step that may be held at a time, in millions of bytes on a device: where a batch has more,
+    the loss and its gradient are computed in parts, with the same result."""
     mesh_data: int = -1
     """Devices along the mesh axis 'data' (batches split); -1: all that the other axes leave."""
     mesh_fsdp: int = 1
@@ -366,7 +395,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in (
             *("num_steps", "warmup_steps", "accumulate", "log_every", "validate_every", "checkpoint_every"),
-            *("keep_checkpoints", "mesh_fsdp", "mesh_tensor"),
+            *("keep_checkpoints", "mesh_fsdp", "mesh_tensor", "logits_megabytes"),
         ):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("valid_sentences", "num_samples", "average_last", "seed"):
@@ -409,7 +438,10 @@ class DecodingConfig:
     max_source: int = 1024
     """Longer sources, in tokens, are cut there, with a warning."""
     batch_tokens: int = 8_192
-    """Source tokens of a batch, padding counted and beams not."""
+    """Source tokens of a batch, padding counted and beams not; at most 1,024 on a CPU, where more is slower."""
+    weights: Literal["model", "bfloat16", "int8"] = "model"
+    """Of the decoding: model: as they were trained. bfloat16: rounded to 16 bits, and computed with. int8: the matrices
+    rounded to 8 bits with a scale for each output, which is faster on CPUs."""
 
     def __post_init__(self) -> None:
         for name in ("beam_size", "max_source", "batch_tokens"):
@@ -481,7 +513,7 @@ class Config:
             tree = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{origin}, line {error.lineno}: not JSON: {error.msg}") from error
-        return _from_dict(cls, tree, origin, "")
+        return from_tree(cls, tree, origin)
 
     def flat(self) -> dict[str, Any]:
         """{"model.vocab_size": ..., ...}: every field under its full name."""
@@ -500,39 +532,3 @@ def load_config(path: Path) -> Config:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
-
-
-def _from_dict(cls: Any, tree: Any, origin: str, prefix: str) -> Any:
-    if not isinstance(tree, dict):
-        raise UserError(f"{origin}: {prefix or 'the whole'} is {tree!r}; a JSON object is needed")
-    kinds = typing.get_type_hints(cls)
-    for name in tree:
-        if name not in kinds:
-            raise UserError(f"{origin}: unknown field {prefix}{name}; known: {', '.join(kinds)}")
-    values = {}
-    for name, value in tree.items():
-        if dataclasses.is_dataclass(kinds[name]):
-            values[name] = _from_dict(kinds[name], value, origin, f"{prefix}{name}.")
-        else:
-            values[name] = _checked(kinds[name], value, f"{origin}: {prefix}{name}")
-    return cls(**values)
-
-
-def _checked(kind: Any, value: Any, where: str) -> Any:
-    """`value` if it is of the annotated type (a scalar, Literal, one of them or None, or a tuple), else UserError."""
-    options = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise UserError(f"{where} is {value!r}; it must be a list")
-        return tuple(_checked(options[0], item, where) for item in value)
-    if typing.get_origin(kind) is Literal:
-        if value not in options or isinstance(value, bool):
-            raise UserError(f"{where} is {value!r}; legal: {', '.join(map(str, options))}")
-        return value
-    kinds = options or (kind,)
-    if float in kinds and type(value) is int:
-        return float(value)
-    if type(value) not in kinds:
-        names = " or ".join("None" if item is type(None) else item.__name__ for item in kinds)
-        raise UserError(f"{where} is {value!r}; it must be {names}")
-    return value

@@ -4,7 +4,7 @@ Axes in array annotations:
 
 | axis                        | meaning                                         |
 |-----------------------------|-------------------------------------------------|
-| `b`                         | batch: one row for each sentence pair           |
+| `b`                         | batch: rows of one sentence pair, or of several |
 | `s`                         | source length, or length of the attended keys   |
 | `t`                         | target length, or length of the queries         |
 | `h d_model d_ff d_k d_v`    | as in the paper                                 |
@@ -26,7 +26,8 @@ SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # SPECIAL_TOKENS[PAD_ID] is 
 class Batch(NamedTuple):
     """Sentence pairs as token ids, int32, padded with `pad_id` on the right.
 
-    A row that holds nothing but padding is an empty row: it has weight 0 in every sum.
+    A row holds one pair or, in a packed batch, several, one after the other; the segments say which position belongs to
+    which. A row that holds nothing but padding is an empty row: it has weight 0 in every sum.
     """
 
     src: np.ndarray
@@ -35,3 +36,7 @@ class Batch(NamedTuple):
     """`b t`: what the decoder reads: the start token first, then the target."""
     tgt_out: np.ndarray
     """`b t`: what the decoder is to predict: the target, then EOS."""
+    src_segments: np.ndarray | None = None
+    """`b s`: 1, 2, ... for the positions of a row's first, second, ... pair, 0 for padding. None: a pair a row."""
+    tgt_segments: np.ndarray | None = None
+    """`b t`: the same of `tgt_in` and `tgt_out`; None where `src_segments` is."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import BatchPlan, choose_shapes, make_batch
+from transformer_jax.data.batching import BatchPlan, choose_shapes
 from transformer_jax.data.encoding import EncodedPairs
+from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pipeline import batch_iterator
 
 MODEL = ModelConfig(vocab_size=100)
@@ -23,10 +24,17 @@ def encoded():
     return EncodedPairs(*sides, source_eos=True)
 
 
-@pytest.fixture(scope="module")
-def plan(encoded):
+@pytest.fixture(scope="module", params=["bucketed", "packed"])
+def plan(encoded, request):
     sides = encoded.source_lengths, encoded.target_lengths
+    if request.param == "packed":
+        return PackedPlan(*sides, 64, 400, seed=1)
     return BatchPlan(*sides, choose_shapes(*sides, 400, 6), seed=1)
+
+
+def arrays(batch):
+    """Those that the batch has: three or, if it is packed, five."""
+    return [array for array in batch if array is not None]
 
 
 def same(first, second):
@@ -35,7 +43,7 @@ def same(first, second):
 
 def test_batches_are_those_of_the_plan_over_epochs(encoded, plan):
     stop = 2 * plan.batches_per_epoch + 3
-    expected = [make_batch(encoded, pairs, shape, MODEL) for shape, pairs in map(plan.rows, range(stop))]
+    expected = [plan.batch(index, encoded, MODEL) for index in range(stop)]
     assert same(list(batch_iterator(encoded, plan, MODEL, 0, stop, prefetch=4)), expected)
 
 
@@ -55,13 +63,15 @@ def test_processes_share_the_rows(encoded, plan):
         for p in range(2)
     ]
     assert all(len(batch.src) % 4 == 0 for batch in whole)
-    joined = [tuple(np.concatenate(sides) for sides in zip(*pair, strict=True)) for pair in zip(*parts, strict=True)]
-    assert same(joined, whole)
+    joined = [tuple(map(np.concatenate, zip(*map(arrays, pair), strict=True))) for pair in zip(*parts, strict=True)]
+    assert same(joined, map(arrays, whole))
     # A number of devices that does not divide the rows adds empty rows and changes nothing else.
     alone = batch_iterator(encoded, plan, MODEL, 0, 20)
     for one, more in zip(alone, whole, strict=True):
         rows = len(one.src)
-        assert all(np.array_equal(x, y[:rows]) and not y[rows:].any() for x, y in zip(one, more, strict=True))
+        for x, y in zip(arrays(one), arrays(more), strict=True):
+            assert np.array_equal(x, y[:rows])
+            assert not y[rows:].any()
     with pytest.raises(ValueError, match="row_multiple 3 is not a multiple of process_count 2"):
         batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=3, process_count=2)
 

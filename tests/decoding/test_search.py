@@ -23,7 +23,7 @@ from search_cases import (
 )
 
 from transformer_jax.decoding import stopping
-from transformer_jax.decoding.search import SearchResult, greedy_search, reorder_rows, token_log_probs
+from transformer_jax.decoding.search import SearchResult, greedy_search, reorder_rows
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
@@ -274,18 +274,6 @@ def test_impossible_tokens_give_no_nan(stopping):
     assert result.scores[0, 0] == -np.inf
     assert result.tokens[0, 0, 1:].tolist() == [PAD] * 3
     assert np.isfinite(result.scores[1, 0])
-
-
-def test_token_log_probs():
-    logits = jnp.array([[1.0, 2.0, 3.0], [-jnp.inf, 0.0, -jnp.inf]])
-    p = np.exp([1.0, 2.0, 3.0])
-    struck = np.asarray(token_log_probs(logits, 0, (2,)))
-    np.testing.assert_allclose(struck, [[-np.inf, np.log(p[1] / p.sum()), -np.inf], [-np.inf, 0, -np.inf]], rtol=1e-5)
-    shared = np.asarray(token_log_probs(logits, 0, (2,), renormalise=True))
-    np.testing.assert_allclose(
-        shared, [[-np.inf, np.log(p[1] / p[:2].sum()), -np.inf], [-np.inf, 0, -np.inf]], rtol=1e-5
-    )
-    assert np.all(np.asarray(token_log_probs(logits, 0, (0, 1, 2), renormalise=True)) == -np.inf)
 
 
 class Without(Model):

@@ -13,6 +13,7 @@ from test_commands import tiny_run
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.decoding import cached_search
 from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, padded_length, search
@@ -101,6 +102,31 @@ def test_few_shapes_and_a_budget_of_tokens(calls):
     for count in range(1, 40):
         translator.translate(sentences(*[5] * count))
     assert {call.src.shape[0] for call in calls if call.src.shape[1] == 8} <= {1, 2, 4, 8, 16}
+
+
+def test_a_cpu_takes_at_most_1024_tokens(calls, monkeypatch):
+    translator, texts = make(decoding={"batch_tokens": 8192}, max_length=256), sentences(*[7] * 300)
+    translator.translate(texts)
+    assert {call.src.shape for call in calls} == {(128, 8)}
+    calls.clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    translator.translate(texts)
+    assert {call.src.shape for call in calls} == {(512, 8)}
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
+    # Another max_extra for each beam than elsewhere, so that nothing compiled with other spans is found.
+    translator = make(decoding={"beam_size": beam_size, "max_extra": 6 + beam_size, "stopping": "huggingface"})
+    texts = sentences(3, 5, 7, 8)
+    monkeypatch.setattr(cached_search, "SPANS", (2, 5))
+    found = translator.translate_n_best(texts, 1)
+    assert max(one[0].num_tokens for one in found) > 5
+    monkeypatch.setattr(cached_search, "SPANS", ())
+    search.clear_cache()
+    for one, other in zip(found, translator.translate_n_best(texts, 1), strict=True):
+        assert one[0].text == other[0].text
+        assert one[0].score == pytest.approx(other[0].score, rel=1e-5)
 
 
 def test_one_trace_for_each_shape():
@@ -211,6 +237,22 @@ def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
                 allowed = log_probs[row, :length].copy()
                 allowed[:, 0] = -math.inf  # padding is never generated
                 assert tokens.tolist() == allowed.argmax(axis=-1).tolist(), "beam 1 is greedy"
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weights):
+    translator = make(decoding={"weights": weights})
+    translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
+    src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
+    model, decoding = translator._model, translator.config.decoding
+    assert model.config.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
+    options = {"model": model, "decoding": decoding, "max_length": 5}
+    found = jax.device_get(search(translator._prepare(), jnp.asarray(src), jnp.array([5, 5]), **options))
+    log_probs = teacher_forced(translator, src, found.tokens[:, 0])
+    for row in range(2):
+        length = found.lengths[row, 0]
+        total = log_probs[row, np.arange(length), found.tokens[row, 0, :length]].sum()
+        assert 0 < abs(found.log_probs[row, 0] - total) < 0.1 * length
 
 
 def test_rows_of_the_table_without_a_token_are_never_generated():

@@ -149,15 +149,6 @@ def test_each_head_has_its_mask():
     np.testing.assert_allclose(output[0], expected, rtol=1e-5, atol=2e-5)
 
 
-def test_keys_and_values_may_be_kept():
-    module, params = make(use_bias=True)
-    kept = apply(module, params, MEMORY, method="keys_values")
-    assert kept.key.shape == (2, 5, 2, 4)
-    assert kept.value.shape == (2, 5, 2, 3)
-    output = apply(module, params, X, kept, method="attend")
-    np.testing.assert_array_equal(output, apply(module, params, X, MEMORY))
-
-
 def test_dropout_of_weights_has_the_expectation_of_none():
     module, params = make(dropout_rate=0.3)
     expected = apply(module, params, X, MEMORY)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.model import masks
-from transformer_jax.model.masks import causal_mask, padding_mask, target_mask
+from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
 
 PAD, BOS = 0, 1
 
@@ -32,6 +32,12 @@ TARGET = """
     1 1 0
     1 1 0
 """
+SEGMENTS = """
+    1 1 0 0
+    0 0 1 0
+    0 0 1 0
+    0 0 0 0
+"""
 PADDING = """
     1 1 0
 """
@@ -57,6 +63,16 @@ def test_target_mask():
     assert in_docstring(target_mask, TARGET)
 
 
+def test_segment_mask():
+    queries, keys = jnp.array([[1, 2, 2, 0]]), jnp.array([[1, 1, 2, 0]])
+    mask = segment_mask(queries, keys)
+    assert mask.shape == (1, 1, 4, 4)
+    np.testing.assert_array_equal(mask[0, 0], drawn(SEGMENTS))
+    assert in_docstring(segment_mask, SEGMENTS)
+    rows = segment_mask(jnp.concatenate([queries, keys]), jnp.concatenate([keys, queries]))
+    np.testing.assert_array_equal(rows[1, 0], drawn(SEGMENTS).T)
+
+
 def test_target_mask_where_padding_starts_the_sentence():
     """
     1 0 0        as above: the first token is the start, whatever its id
@@ -76,11 +92,18 @@ def test_rows_have_masks_of_their_own():
         np.testing.assert_array_equal(mask[row, 0], drawn("1 0 0\n1 0 0\n1 0 0"))
 
 
-@pytest.mark.parametrize("mask", [causal_mask(2), padding_mask(jnp.ones((1, 2), int), 0)])
+@pytest.mark.parametrize(
+    "mask", [causal_mask(2), padding_mask(jnp.ones((1, 2), int), 0), segment_mask(*jnp.ones((2, 1, 2), int))]
+)
 def test_masks_are_boolean(mask):
     assert mask.dtype == bool
 
 
 def test_every_mask_is_drawn():
     functions = [value for value in vars(masks).values() if getattr(value, "__module__", "") == masks.__name__]
-    assert {function.__name__ for function in functions} == {"causal_mask", "padding_mask", "target_mask"}
+    assert {function.__name__ for function in functions} == {
+        "causal_mask",
+        "padding_mask",
+        "segment_mask",
+        "target_mask",
+    }

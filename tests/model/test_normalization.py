@@ -69,3 +69,23 @@ def test_parameters(param_dtype):
     }
     assert (params["scale"] == 1).all()
     assert not params["bias"].any()
+
+
+def test_bfloat16_keeps_no_float32_for_the_backward_pass():
+    x = jax.random.normal(jax.random.key(0), (4, 64)).astype(jnp.bfloat16)
+    module = LayerNorm()
+    params = module.init(jax.random.key(0), x)
+
+    def grad(x):
+        result, backward = jax.vjp(lambda params, x: module.apply(params, x), params, x)
+        kept = [leaf.dtype for leaf in jax.tree.leaves(backward) if leaf.size == x.size]
+        return kept, backward(jnp.ones_like(result) * x)
+
+    kept, (params_grad, x_grad) = grad(x)
+    assert kept == [jnp.bfloat16]
+    kept, (exact_params_grad, exact_x_grad) = grad(x.astype(jnp.float32))
+    assert jnp.float32 in kept
+    for name in ("scale", "bias"):
+        exact = exact_params_grad["params"][name]
+        np.testing.assert_allclose(params_grad["params"][name], exact, rtol=0.02, atol=0.05)
+    np.testing.assert_allclose(x_grad.astype(jnp.float32), exact_x_grad, rtol=0.05, atol=0.02)

@@ -25,7 +25,6 @@ from model_cases import (
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import (
-    OutputProjection,
     Transformer,
     abstract_params,
     attention_maps,
@@ -68,13 +67,6 @@ def test_settings_can_be_told_apart():
         assert np.abs(difference).max() > 1e-3, name
 
 
-def test_output_projection_alone():
-    params = as_float32({"kernel": np.random.default_rng(0).normal(size=(8, 11))})
-    x = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
-    logits = apply(OutputProjection(11, 8), params, x, method="logits")
-    np.testing.assert_allclose(logits, x @ params["kernel"], rtol=1e-5, atol=1e-5)
-
-
 def test_encode_then_decode_is_the_model():
     config, model, params, src, tgt_in = model_and_inputs("torch")
     src_mask = (src != config.pad_id)[:, None, None, :]
@@ -94,7 +86,7 @@ def test_source_eos_is_a_matter_of_the_data(source_eos):
     np.testing.assert_array_equal(apply(other, params, src, tgt_in), apply(model, params, src, tgt_in))
 
 
-# ------------------------------------------------------------------------------------------------------- the cache
+# ------------------------------------------------------------------------------------------------- dtypes, lengths
 
 
 def recorded(method_name, record):
@@ -109,45 +101,6 @@ def recorded(method_name, record):
     return nn.intercept_methods(interceptor)
 
 
-@pytest.mark.parametrize("name", **every_config)
-def test_decoding_with_the_cache_is_decoding_without(name):
-    config, model, params, src, tgt_in = model_and_inputs(name)
-    src_mask = (src != config.pad_id)[:, None, None, :]
-    rows = [0, 2]  # a source, and an empty one; targets without padding
-    src, src_mask, tgt_in = src[rows], src_mask[rows], tgt_in[rows]
-    memory = apply(model, params, src, method="encode")
-    expected = apply(model, params, tgt_in, memory, src_mask, method="decode")
-    max_length = 6  # more than needed: what is not filled must not be seen
-    cache = apply(model, params, memory, src_mask, max_length, method="init_cache")
-    for layer in cache.past:
-        assert layer.key.shape == (2, 6, config.decoder.num_heads, config.decoder.d_k)
-        assert layer.value.shape == (2, 6, config.decoder.num_heads, config.decoder.d_v)
-    assert len(cache.past) == len(cache.cross) == config.decoder.num_layers
-    for position in range(4):
-        assert cache.position == position
-        logits, cache = apply(model, params, tgt_in[:, position], cache, method="decode_step")
-        np.testing.assert_allclose(logits, expected[:, position], rtol=1e-5, atol=1e-5)
-
-
-def test_cross_keys_and_values_are_computed_once():
-    config, model, params, src, tgt_in = model_and_inputs("decoder's own heads")
-    src_mask = (src != config.pad_id)[:, None, None, :]
-    memory = apply(model, params, src, method="encode")
-    paths: list[str] = []
-    with recorded("keys_values", lambda module, args, result: paths.append("/".join(module.path))):
-        cache = apply(model, params, memory, src_mask, 4, method="init_cache")
-        assert paths == [f"decoder/layer_{i}/cross_attention" for i in range(3)]
-        paths.clear()
-        _, after = apply(model, params, tgt_in[:, 0], cache, method="decode_step")
-        assert paths == [f"decoder/layer_{i}/self_attention" for i in range(3)]
-    for before_layer, after_layer in zip(cache.cross, after.cross, strict=True):
-        assert before_layer.key is after_layer.key
-        assert before_layer.value is after_layer.value
-
-
-# ------------------------------------------------------------------------------------------------- dtypes, lengths
-
-
 def test_bfloat16_computes_logits_in_float32():
     config, _, params, src, tgt_in = model_and_inputs("paper")
     model = Transformer(dataclasses.replace(config, dtype="bfloat16"))
@@ -159,19 +112,6 @@ def test_bfloat16_computes_logits_in_float32():
     assert apply(model, params, src, method="encode").dtype == jnp.bfloat16
     expected = reference.transformer(params, config, src, tgt_in)
     assert 1e-4 < np.abs(logits - expected).max() < 0.15  # it was computed in bfloat16, and near enough
-
-
-def test_cache_in_bfloat16():
-    config, _, params, src, tgt_in = model_and_inputs("paper")
-    model = Transformer(dataclasses.replace(config, dtype="bfloat16"))
-    src_mask = (src != config.pad_id)[:, None, None, :]
-    memory = apply(model, params, src, method="encode")
-    cache = apply(model, params, memory, src_mask, 4, method="init_cache")
-    assert {leaf.dtype for leaf in jax.tree.leaves((cache.past, cache.cross))} == {jnp.dtype("bfloat16")}
-    logits, cache = apply(model, params, tgt_in[:, 0], cache, method="decode_step")
-    assert logits.dtype == jnp.float32
-    expected = apply(model, params, src, tgt_in)[:, 0]
-    np.testing.assert_allclose(logits, expected, atol=0.05)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
@@ -267,22 +207,6 @@ def test_one_trace_for_each_shape():
         for src, tgt_in in shapes:
             logits(params, np.resize(tokens, src), np.resize(tokens, tgt_in))
     assert traces == shapes
-
-
-def test_one_trace_for_all_steps_of_a_cache():
-    config, model, params, src, tgt_in = model_and_inputs("learned")
-    traces = []
-
-    @jax.jit
-    def step(params, tokens, cache):
-        traces.append(tokens.shape)
-        return apply(model, params, tokens, cache, method="decode_step")
-
-    memory = apply(model, params, src, method="encode")
-    cache = apply(model, params, memory, (src != config.pad_id)[:, None, None], 4, method="init_cache")
-    for position in range(4):
-        _, cache = step(params, tgt_in[:, position], cache)
-    assert traces == [(4,)]
 
 
 # Millions of parameters of Table 3's rows, with attention biases and 40,960 rows, the vocabulary of the first release

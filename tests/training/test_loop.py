@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -214,6 +215,55 @@ def test_a_learning_rate_that_is_far_too_high_is_the_users_to_lower(tmp_path):
         assert np.all(np.isfinite(leaf))
 
 
+@contextmanager
+def compilations():
+    """The compilations inside, as a list of seconds."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_what_was_announced_compiles_before_the_first_step_and_nothing_later(tmp_path, capsys):
+    """Nor goes anything to the device by accident: what does is put there."""
+    after_step = []
+
+    def batches(position):
+        jax.config.update("jax_transfer_guard_host_to_device", "disallow")
+        while True:
+            after_step.append(len(found))
+            yield make_batch(position, length=6 + 2 * (position % 2))
+            position += 1
+
+    announced = [make_batch(0, length=length) for length in (6, 8)]
+    try:
+        with compilations() as found:
+            train(tmp_path / "run", make_config(), batches=batches, announced=announced)
+    finally:
+        jax.config.update("jax_transfer_guard_host_to_device", "allow")
+    assert after_step[0] >= 2
+    assert after_step == after_step[:1] * len(after_step)
+    lines = capsys.readouterr().err
+    assert "compiled 2 of 2, 8 rows of " in lines
+
+
+def test_another_shape_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="8 rows of 6 \\+ 6 tokens was not announced"):
+        train(tmp_path / "run", make_config(num_steps=1), announced=[make_batch(0, length=8)])
+
+
+def test_a_trace_of_some_steps_can_be_written(tmp_path):
+    train(tmp_path / "run", make_config(num_steps=8), profile=True)
+    assert list((tmp_path / "run" / "profile").rglob("*perfetto_trace.json.gz"))
+
+
 def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch, capsys):
     """One run looked at from all sides: five steps of two shapes, logged and validated now and then."""
     folder, traces, fetched, evaluated, seen = tmp_path / "run", [], [], [], []
@@ -245,7 +295,7 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch, caps
     outcome = train(folder, config, batches=batches, evaluate=evaluate)
 
     assert traces == [(8, 6), (8, 8)]  # one trace per shape
-    assert len([values for values in fetched if hasattr(values, "loss")]) == 5  # each step's metrics, once
+    assert [hasattr(metrics, "loss") for metrics, _ in fetched] == [True] * 5  # each step's, once, and nothing else
 
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     training_rows = [row for row in rows if "loss" in row]

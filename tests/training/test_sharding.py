@@ -152,6 +152,6 @@ def test_an_axis_that_does_not_divide_names_both():
 def test_rows_of_a_batch_are_split_over_data_and_fsdp():
     batch = make_batch(0)
     put = put_batch(batch, make_mesh(2, 2, 2))
-    for rows, array in zip(batch, put, strict=True):
+    for rows, array in zip(jax.tree.leaves(batch), jax.tree.leaves(put), strict=True):
         np.testing.assert_array_equal(array, rows)
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, rows.shape[1])}

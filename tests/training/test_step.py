@@ -16,7 +16,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.state import dropout_rng, init_rng, init_state
 from transformer_jax.training.step import eval_step, train_step
-from transformer_jax.types import PAD_ID, Batch
+from transformer_jax.types import PAD_ID
 
 RNG = dropout_rng(0)
 
@@ -44,14 +44,17 @@ def inputs(batch):
 
 
 def with_empty_rows(batch, count):
-    return Batch(*(np.concatenate([rows, np.full((count, rows.shape[1]), PAD_ID, np.int32)]) for rows in batch))
+    return jax.tree.map(
+        lambda rows: np.concatenate([rows, np.full((count, rows.shape[1]), PAD_ID, np.int32)]),
+        batch,
+    )
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_accumulation_changes_nothing(accumulate):
     # Parts of very different numbers of tokens: the mean of their means would be something else.
     batch = make_batch(0, rows=4)
-    batch = Batch(*(np.concatenate([rows, long]) for rows, long in zip(batch, make_batch(1, rows=4), strict=True)))
+    batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, make_batch(1, rows=4))
     batch.tgt_out[::4, 1:] = PAD_ID
     state, step = compiled()
     expected_state, expected = step(state, batch, RNG)
@@ -69,7 +72,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_of_the_whole_batch():
     loss_sum, num_tokens = reference.label_smoothed_loss(np.asarray(logits), batch.tgt_out, PAD_ID)
     assert metrics.num_tokens == num_tokens
     np.testing.assert_allclose(metrics.loss, loss_sum / num_tokens, rtol=1e-5)
-    twice = Batch(*(np.concatenate([rows, rows]) for rows in batch))
+    twice = jax.tree.map(lambda rows: np.concatenate([rows, rows]), batch)
     np.testing.assert_allclose(step(state, twice, RNG)[1].grad_norm, metrics.grad_norm, rtol=1e-5)
 
 
@@ -85,7 +88,7 @@ def test_empty_rows_change_nothing():
 
 def test_a_batch_of_empty_rows_gives_no_nan():
     state, step = compiled()
-    new_state, metrics = step(state, with_empty_rows(Batch(*(rows[:0] for rows in make_batch(0))), 8), RNG)
+    new_state, metrics = step(state, with_empty_rows(jax.tree.map(lambda rows: rows[:0], make_batch(0)), 8), RNG)
     assert metrics.num_tokens == metrics.loss == metrics.grad_norm == 0
     assert_same_bits(new_state.params, state.params)
 
@@ -144,7 +147,7 @@ def test_evaluation_has_neither_dropout_nor_smoothing():
     batch = with_empty_rows(make_batch(0), 1)
     state, _ = compiled()
     model = make_model(0.5)
-    sums = jax.jit(partial(eval_step, model=model))(state.params, Batch(*map(jnp.asarray, batch)))
+    sums = jax.jit(partial(eval_step, model=model))(state.params, jax.tree.map(jnp.asarray, batch))
     logits = model.apply({"params": state.params}, *inputs(batch), deterministic=True)
     loss_sum, num_tokens = reference.label_smoothed_loss(np.asarray(logits), batch.tgt_out, PAD_ID, smoothing=0.0)
     assert sums.num_tokens == num_tokens

@@ -47,11 +47,11 @@ def one_device() -> Mesh:
     return jax.make_mesh((1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:1])
 
 
-def train(folder, config, *, mesh=None, batches=batches_from, evaluate=None, initial_params=None) -> Outcome:
+def train(folder, config, *, mesh=None, batches=batches_from, evaluate=None, initial_params=None, **options) -> Outcome:
     """`fit` in a folder."""
     folder.mkdir(exist_ok=True)
     evaluate = evaluate or (lambda params, step: Evaluation())
-    return fit(config, RunFolder(folder), mesh or one_device(), batches, evaluate, initial_params)
+    return fit(config, RunFolder(folder), mesh or one_device(), batches, evaluate, initial_params, **options)
 
 
 def assert_same_bits(one, other) -> None:

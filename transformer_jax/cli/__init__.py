@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformer_jax.cli import models, runs
+from transformer_jax.cli.parsing import take_flag
+from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.malloc import tune_malloc
 
-USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning]
+USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning] [--no-compilation-cache]
 
 commands:
   train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
@@ -26,6 +28,7 @@ commands:
 options:
   --traceback           show where an error comes from
   --no-malloc-tuning    train with the C library's allocator as it is
+  --no-compilation-cache  compile everything anew
 
 transformer-jax COMMAND --help says more."""
 
@@ -44,10 +47,12 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0, or 1 for a stated failure; 2, for wrong usage, is raised."""
     given = list(sys.argv[1:] if args is None else args)
-    show_traceback = _take(given, "--traceback")
+    show_traceback = take_flag(given, "--traceback")
     # It speeds up training and slows down decoding.
-    if not _take(given, "--no-malloc-tuning") and given[:1] == ["train"]:
+    if not take_flag(given, "--no-malloc-tuning") and given[:1] == ["train"]:
         tune_malloc()
+    if not take_flag(given, "--no-compilation-cache"):
+        use_compilation_cache()
     if not given or given[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -80,13 +85,6 @@ def main(args: Sequence[str] | None = None) -> int:
 def train_main() -> int:
     """`python train.py ...` is `transformer-jax train ...`."""
     return main(["train", *sys.argv[1:]])
-
-
-def _take(args: list[str], flag: str) -> bool:
-    """Whether the flag is there; it is removed."""
-    found = flag in args
-    args[:] = [arg for arg in args if arg != flag]
-    return found
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

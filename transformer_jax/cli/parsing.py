@@ -26,6 +26,13 @@ def parse(
         usage_error(command, str(error))
 
 
+def take_flag(args: list[str], flag: str) -> bool:
+    """Whether the flag is there; it is removed."""
+    found = flag in args
+    args[:] = [arg for arg in args if arg != flag]
+    return found
+
+
 def usage_error(command: str, message: str) -> NoReturn:
     """Says what is wrong with the arguments and exits with status 2."""
     print(f"transformer-jax {command}: {message}", file=sys.stderr)

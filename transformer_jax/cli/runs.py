@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, usage_error
+from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag, usage_error
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
@@ -18,6 +18,7 @@ from transformer_jax.run.folder import RunFolder
 
 def train(args: list[str]) -> None:
     """`transformer-jax train`."""
+    profile = take_flag(args, "--profile")
     # The recipe decides the defaults of all other flags, so it is looked for first.
     recipe = args.pop(0) if args and not args[0].startswith("-") else None
     config = load_recipe(recipe) if recipe else numbers_config()
@@ -34,7 +35,8 @@ def train(args: list[str]) -> None:
         args,
         default=default,
         description="Trains a recipe, or goes on with the run in --workdir. CONFIG is FILE or FILE:NAME, a Python "
-        f"file that defines get_config(); the defaults below are those of {recipe or 'the built-in recipe numbers'}.",
+        f"file that defines get_config(); the defaults below are those of {recipe or 'the built-in recipe numbers'}. "
+        "--profile, without a value, traces some steps into the run's profile/, for TensorBoard and Perfetto.",
         config=(FlagConversionOff,),  # `--section.field VALUE` for every field, be it True or False
     )
     from transformer_jax import commands
@@ -43,6 +45,7 @@ def train(args: list[str]) -> None:
         Config(**{item.name: getattr(parsed, item.name) for item in dataclasses.fields(Config)}),
         parsed.workdir,
         lambda line: print(line, flush=True),
+        profile=profile,
     )
 
 

@@ -1,13 +1,14 @@
 """Batches of few static shapes within a token budget (paper section 5.1), in an order that is a pure function.
 
 Sentence pairs of similar length share a batch. XLA compiles once a shape, so the shapes form a short ladder: each at
-least as long as the one before on both sides. A pair goes to the first shape it fits. Pairs too few for a batch of
-their shape move up to the next, so that few batches have empty rows.
+least as long as the one before on both sides. A pair goes to the first shape it fits. The rows of a shape are so many,
+within the budget, that its pairs fill whole batches. `packing` has the other way: several pairs a row, one shape.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,16 +33,21 @@ def choose_shapes(
     """The ladder of at most `max_shapes` shapes that pads these pairs least, found by dynamic programming.
 
     Pairs are put in order of their longer side and cut into `max_shapes` groups. A shape is as long, on each side, as
-    the longest of its group and the groups before, and has as many rows as `batch_tokens` allow on its longer side.
+    the longest of its group and the groups before. Its rows are as many as `batch_tokens` allow on its longer side, or
+    less, so that the group's batches are equally full; a group that does not fill half a batch is made only if it is
+    all there is.
 
-    >>> choose_shapes(np.array([3, 3, 9]), np.array([2, 4, 10]), batch_tokens=20, max_shapes=2)
-    (Shape(rows=5, src_length=3, tgt_length=4), Shape(rows=2, src_length=9, tgt_length=10))
+    >>> choose_shapes(np.array([3, 3, 3, 9, 8]), np.array([2, 4, 4, 10, 7]), batch_tokens=20, max_shapes=2)
+    (Shape(rows=3, src_length=3, tgt_length=4), Shape(rows=2, src_length=9, tgt_length=10))
 
     Args:
         source_lengths: tokens of each pair's source, EOS counted.
         target_lengths: the same of the target.
         batch_tokens: positions of a batch on either side, padding counted. A longer pair gets a shape of one row.
         max_shapes: at least 1.
+
+    Returns:
+        The shapes; every pair fits the last.
     """
     longer = np.maximum(source_lengths, target_lengths)
     step = -(-int(longer.max()) // _MOST_LENGTHS)
@@ -53,8 +59,11 @@ def choose_shapes(
 
     # cost[i, j]: positions if one shape serves the groups i to j. best[j]: least cost of the groups before j.
     before = np.concatenate([[0], np.cumsum(counts)])
-    cost = (before[None, 1:] - before[:-1, None]) * (src + tgt)[None, :]
-    cost = np.where(np.tri(len(keys), k=-1, dtype=bool), np.inf, cost)
+    most = np.maximum(1, batch_tokens // np.maximum(src, tgt))  # rows
+    pairs = before[None, 1:] - before[:-1, None]
+    cost = pairs * (src + tgt)[None, :]
+    is_small = 2 * pairs < np.minimum(most, len(longer))[None, :]
+    cost = np.where(is_small, np.inf, cost)  # those of no pairs among them
     best = np.concatenate([[0.0], np.full(len(keys), np.inf)])
     choices = []
     for _ in range(min(max_shapes, len(keys))):
@@ -65,9 +74,34 @@ def choose_shapes(
     for first in reversed(choices):
         if last == 0:
             break
-        ladder.append(_shape(int(src[last - 1]), int(tgt[last - 1]), batch_tokens))
-        last = int(first[last - 1])
+        start, number = int(first[last - 1]), int(most[last - 1])
+        rows = equal_parts(int(before[last] - before[start]), number)
+        ladder.append(Shape(rows, int(src[last - 1]), int(tgt[last - 1])))
+        last = start
     return tuple(reversed(ladder))
+
+
+class Plan(Protocol):
+    """Which pairs stand in which batch: what the input pipeline asks of a plan. Threads may share one."""
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The shapes that batches have."""
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of an epoch: the same for each."""
+
+    @property
+    def padding_share(self) -> float:
+        """The share of an epoch's positions, of both sides together, that hold padding; empty rows are padding."""
+
+    @property
+    def order_bits(self) -> float:
+        """Entropy of an epoch's order: the logarithm to base 2 of the number of orders that are equally likely."""
+
+    def batch(self, index: int, encoded: EncodedPairs, model: ModelConfig, row_multiple: int = 1) -> Batch:
+        """Global batch `index`, from 0 on over all epochs; the rest as for `make_batch`."""
 
 
 class BatchPlan:
@@ -91,6 +125,7 @@ class BatchPlan:
     ) -> None:
         self.shapes = tuple(shapes)
         self.seed = seed
+        self._tokens = int(source_lengths.sum() + target_lengths.sum())
         self._bucket = _buckets(source_lengths, target_lengths, self.shapes)
         self._cuts = _cut(self._bucket, self.shapes)
         self._lock = threading.Lock()
@@ -108,11 +143,23 @@ class BatchPlan:
         cut = self._cuts[batches[place]]
         return self.shapes[cut.shape], pairs[cut.start : cut.stop]
 
-    def padding_share(self, source_lengths: np.ndarray, target_lengths: np.ndarray) -> float:
+    def batch(self, index: int, encoded: EncodedPairs, model: ModelConfig, row_multiple: int = 1) -> Batch:
+        """Global batch `index`; the rest as for `make_batch`."""
+        shape, pairs = self.rows(index)
+        return make_batch(encoded, pairs, shape, model, row_multiple)
+
+    @property
+    def padding_share(self) -> float:
         """The share of an epoch's positions, of both sides together, that hold padding; empty rows are padding."""
         shapes = [self.shapes[cut.shape] for cut in self._cuts]
         positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes)
-        return 1 - float(source_lengths.sum() + target_lengths.sum()) / positions
+        return 1 - self._tokens / positions
+
+    @property
+    def order_bits(self) -> float:
+        """Entropy of an epoch's order, of the batches and of the pairs of each shape. All orders of the pairs have
+        log2(pairs!)."""
+        return log2_factorials(np.bincount(self._bucket)) + log2_factorials([len(self._cuts)])
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Order of the pairs, by shape, and order of the batches."""
@@ -128,16 +175,22 @@ class BatchPlan:
 
 
 def make_batch(
-    encoded: EncodedPairs, pairs: np.ndarray, shape: Shape, model: ModelConfig, row_multiple: int = 1
+    encoded: EncodedPairs,
+    pairs: np.ndarray,
+    shape: Shape,
+    model: ModelConfig,
+    row_multiple: int = 1,
+    pairs_in_row: np.ndarray | None = None,
 ) -> Batch:
     """The pairs as padded arrays.
 
     Args:
         encoded: the corpus.
-        pairs: numbers of at most `shape.rows` pairs that fit the shape.
+        pairs: numbers of the pairs, row after row; they fit.
         shape: of the batch.
         model: says the special ids, what the decoder reads first and whether the source ends with EOS.
         row_multiple: `shape.rows` is rounded up to a multiple of it, so that devices divide the rows.
+        pairs_in_row: for a packed batch, how many of the pairs stand in each of the first rows. None: one a row.
 
     Returns:
         int32 arrays; rows after the pairs hold nothing but padding.
@@ -146,16 +199,28 @@ def make_batch(
     src = np.full((rows, shape.src_length), model.pad_id, np.int32)
     tgt_in = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
     tgt_out = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
-    used = np.arange(len(pairs))
+    in_row = np.ones(len(pairs), np.int64) if pairs_in_row is None else pairs_in_row
+    row = np.repeat(np.arange(len(in_row)), in_row)
 
-    lengths = _fill(src, encoded.source_ids, encoded.source_offsets, pairs)
+    lengths = encoded.source_offsets[pairs + 1] - encoded.source_offsets[pairs]
+    first = _counted_in(row, lengths + int(model.source_eos))
+    _fill(src, row, first, encoded.source_ids, encoded.source_offsets[pairs], lengths)
     if model.source_eos:
-        src[used, lengths] = model.eos_id
-    lengths = _fill(tgt_out, encoded.target_ids, encoded.target_offsets, pairs)
-    tgt_in[used, 0] = model.start_id
+        src[row, first + lengths] = model.eos_id
+    src_spans = first, lengths + int(model.source_eos)
+    lengths = encoded.target_offsets[pairs + 1] - encoded.target_offsets[pairs]
+    first = _counted_in(row, lengths + 1)
+    _fill(tgt_out, row, first, encoded.target_ids, encoded.target_offsets[pairs], lengths)
     tgt_in[:, 1:] = tgt_out[:, :-1]
-    tgt_out[used, lengths] = model.eos_id
-    return Batch(src, tgt_in, tgt_out)
+    tgt_in[row, first] = model.start_id
+    tgt_out[row, first + lengths] = model.eos_id
+    if pairs_in_row is None:
+        return Batch(src, tgt_in, tgt_out)
+    segment = _counted_in(row, np.ones_like(row)) + 1
+    src_segments, tgt_segments = np.zeros_like(src), np.zeros_like(tgt_out)
+    for segments, (starts, spans) in ((src_segments, src_spans), (tgt_segments, (first, lengths + 1))):
+        segments[_places(row, starts, spans)] = np.repeat(segment, spans)
+    return Batch(src, tgt_in, tgt_out, src_segments, tgt_segments)
 
 
 def eval_batches(
@@ -173,7 +238,7 @@ def eval_batches(
     src = max(int(source_lengths.max()), shapes[-1].src_length)
     tgt = max(int(target_lengths.max()), shapes[-1].tgt_length)
     if (src, tgt) != shapes[-1][1:]:
-        shapes = [*shapes, _shape(src, tgt, batch_tokens)]
+        shapes = [*shapes, Shape(max(1, batch_tokens // max(src, tgt)), src, tgt)]
     bucket = _buckets(source_lengths, target_lengths, shapes)
     order = np.argsort(bucket, kind="stable")
     for cut in _cut(bucket, shapes):
@@ -188,8 +253,14 @@ class _Cut(NamedTuple):
     stop: int
 
 
-def _shape(src_length: int, tgt_length: int, batch_tokens: int) -> Shape:
-    return Shape(max(1, batch_tokens // max(src_length, tgt_length)), src_length, tgt_length)
+def log2_factorials(numbers: np.ndarray | Sequence[int]) -> float:
+    """log2(n!), summed over the numbers."""
+    return sum(math.lgamma(int(number) + 1) for number in numbers) / math.log(2)
+
+
+def equal_parts(number: int, most: int) -> int:
+    """The size of the fewest parts of at most `most` that hold `number`, as equal as can be."""
+    return -(-number // -(-number // most))
 
 
 def _buckets(source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
@@ -206,26 +277,30 @@ def _buckets(source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Seq
 
 
 def _cut(bucket: np.ndarray, shapes: Sequence[Shape]) -> list[_Cut]:
-    """Batches over the pairs ordered by shape. Pairs left over stand before those of the next shape, and join them.
-
-    Batches cost about the same whatever their shape, so pairs that would fill one of the next shape stay.
-    """
+    """Batches over the pairs ordered by shape; only the last of a shape has empty rows."""
     ends = np.cumsum(np.bincount(bucket, minlength=len(shapes))).tolist()
-    last = int(bucket.max())
     cuts, start = [], 0
-    for number in range(last + 1):
-        fewest = 1 if number == last else min(shapes[number].rows, shapes[number + 1].rows)
-        while ends[number] - start >= fewest:
-            stop = min(start + shapes[number].rows, ends[number])
-            cuts.append(_Cut(number, start, stop))
-            start = stop
+    for number, (shape, end) in enumerate(zip(shapes, ends, strict=True)):
+        cuts += [_Cut(number, first, min(first + shape.rows, end)) for first in range(start, end, shape.rows)]
+        start = end
     return cuts
 
 
-def _fill(rows: np.ndarray, ids: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Writes the ids of sentence pairs[i] into rows[i] from the left; returns the sentences' lengths."""
-    starts = offsets[pairs]
-    lengths = offsets[np.asarray(pairs) + 1] - starts
-    in_row = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    rows[np.repeat(np.arange(len(pairs)), lengths), in_row] = ids[np.repeat(starts, lengths) + in_row]
-    return lengths
+def _counted_in(row: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """For each item, the sizes of those before it in its row; items of a row stand together."""
+    before = np.cumsum(sizes) - sizes
+    return before - before[np.searchsorted(row, row)]
+
+
+def _places(row: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of all positions of spans, one span after the other."""
+    in_span = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return np.repeat(row, lengths), np.repeat(first, lengths) + in_span
+
+
+def _fill(
+    rows: np.ndarray, row: np.ndarray, first: np.ndarray, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray
+) -> None:
+    """Writes ids[starts[i] : starts[i] + lengths[i]] into rows[row[i]] from column first[i] on."""
+    places = _places(row, first, lengths)
+    rows[places] = ids[np.repeat(starts - first, lengths) + places[1]]

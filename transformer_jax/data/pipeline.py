@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grain
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import BatchPlan, make_batch
+from transformer_jax.data.batching import Plan
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.types import Batch
 
@@ -23,7 +23,7 @@ class BatchSource:
     def __init__(
         self,
         encoded: EncodedPairs,
-        plan: BatchPlan,
+        plan: Plan,
         model: ModelConfig,
         start: int,
         stop: int,
@@ -41,16 +41,15 @@ class BatchSource:
         return max(0, self._stop - self._start)
 
     def __getitem__(self, index: int) -> Batch:
-        shape, pairs = self._plan.rows(self._start + int(index))
-        batch = make_batch(self._encoded, pairs, shape, self._model, self._row_multiple)
+        batch = self._plan.batch(self._start + int(index), self._encoded, self._model, self._row_multiple)
         rows = len(batch.src) // self._process_count
         mine = slice(self._process_index * rows, (self._process_index + 1) * rows)
-        return Batch(*(array[mine] for array in batch))
+        return batch._replace(**{name: array[mine] for name, array in batch._asdict().items() if array is not None})
 
 
 def batch_iterator(
     encoded: EncodedPairs,
-    plan: BatchPlan,
+    plan: Plan,
     model: ModelConfig,
     start: int,
     stop: int,

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from transformer_jax.decoding.best_tokens import best_tokens, top
 from transformer_jax.decoding.hypotheses import SearchResult, best_of, concatenate, divide, take, where
 from transformer_jax.decoding.scoring import LengthPenalty
 from transformer_jax.decoding.stopping import RULES, Progress, Setting, Stopping
@@ -21,6 +21,7 @@ from transformer_jax.decoding.stopping import RULES, Progress, Setting, Stopping
 State = Any  # a pytree of arrays: the key-value cache of a model, say
 StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
 ReorderFn = Callable[[State, Int[Array, "rows"]], State]
+GrowFn = Callable[[State, int], State]
 
 
 class _Greedy(NamedTuple):
@@ -46,6 +47,8 @@ def greedy_search(
     pad_id: int,
     forbidden_ids: Sequence[int] = (),
     renormalise: bool = False,
+    spans: Sequence[int] = (),
+    grow_fn: GrowFn = lambda state, length: state,
 ) -> SearchResult:
     """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
 
@@ -59,6 +62,8 @@ def greedy_search(
         pad_id: what follows it; never generated.
         forbidden_ids: more tokens that are never generated.
         renormalise: these leave the softmax, rather than being struck out after it.
+        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
+        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
 
     Returns:
         One hypothesis a sentence (n = 1); its score is its log-probability.
@@ -70,9 +75,8 @@ def greedy_search(
 
     def advance(search: _Greedy) -> _Greedy:
         logits, state = step_fn(search.last, search.state)
-        log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=renormalise)
-        best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
-        best_log_prob = jnp.take_along_axis(log_probs, best[:, None], axis=-1)[:, 0]
+        log_probs, ids = best_tokens(logits, 1, pad_id, forbidden_ids, renormalise=renormalise)
+        best, best_log_prob = ids[:, 0], log_probs[:, 0]
         stopped = search.done | (best_log_prob == -jnp.inf)  # the latter: every token is impossible
         best = jnp.where(stopped, pad_id, best)
         length = search.step + 1
@@ -86,8 +90,7 @@ def greedy_search(
             state=state,
         )
 
-    found = jax.lax.while_loop(
-        lambda search: ~jnp.all(search.done),
+    found = _until_done(
         advance,
         _Greedy(
             step=jnp.zeros((), jnp.int32),
@@ -98,6 +101,8 @@ def greedy_search(
             done=limits <= 0,
             state=state,
         ),
+        (*spans, max_length),
+        grow_fn,
     )
     log_probs = found.log_probs[:, None]
     return SearchResult(
@@ -137,6 +142,8 @@ def beam_search(
     n_best: int = 1,
     forbidden_ids: Sequence[int] = (),
     renormalise: bool = False,
+    spans: Sequence[int] = (),
+    grow_fn: GrowFn = lambda state, length: state,
 ) -> SearchResult:
     """The hypotheses of the highest log P(y | x) / penalty(length) that a beam of k finds, k = `beam_size`.
 
@@ -170,6 +177,8 @@ def beam_search(
         n_best: n: how many hypotheses to return, at most k.
         forbidden_ids: more tokens that are never generated.
         renormalise: these leave the softmax, rather than being struck out after it; so with ctranslate2 in any case.
+        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
+        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
 
     Returns:
         n hypotheses a sentence.
@@ -192,10 +201,11 @@ def beam_search(
         # The 2k best continuations, best first.
         logits, state = step_fn(search.last, search.state)
         v = logits.shape[-1]
-        next_log_probs = token_log_probs(logits, pad_id, forbidden_ids, renormalise=renormalise or rule.renormalise)
-        log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, v)
-        log_probs, flat = jax.lax.top_k(log_probs.reshape(b, k * v), 2 * k)
-        parents, tokens = flat // v, (flat % v).astype(jnp.int32)
+        n = min(2 * k, v)  # of one hypothesis no more can be among the 2k best of all
+        next_log_probs, ids = best_tokens(logits, n, pad_id, forbidden_ids, renormalise=renormalise or rule.renormalise)
+        log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)
+        log_probs, places = top(log_probs.reshape(b, k * n), 2 * k)
+        parents, tokens = places // n, jnp.take_along_axis(ids.reshape(b, k * n), places, axis=1)
         candidates = SearchResult(
             tokens=take(live, parents).tokens.at[:, :, search.step].set(tokens),
             scores=divide(log_probs, setting.penalty(length)),
@@ -214,7 +224,7 @@ def beam_search(
         finished = best_of(concatenate(finished, offered), k)
 
         # The k best of the others live on.
-        live_log_probs, chosen = jax.lax.top_k(jnp.where(ends | finishes, -jnp.inf, log_probs), k)
+        live_log_probs, chosen = top(jnp.where(ends | finishes, -jnp.inf, log_probs), k)
         live = take(candidates, chosen)._replace(log_probs=live_log_probs)
         live = live._replace(scores=divide(live_log_probs, setting.penalty(length)))
 
@@ -239,8 +249,7 @@ def beam_search(
     )
     # The k beams begin alike, so only the first may be continued: a step would find everything k times.
     first = nothing._replace(scores=nothing.scores.at[:, 0].set(0), log_probs=nothing.log_probs.at[:, 0].set(0))
-    found = jax.lax.while_loop(
-        lambda search: ~jnp.all(search.done),
+    found = _until_done(
         advance,
         _Beam(
             step=jnp.zeros((), jnp.int32),
@@ -249,6 +258,8 @@ def beam_search(
             done=limits <= 0,
             state=state,
         ),
+        (*spans, max_length),
+        grow_fn,
     )
 
     # The finished ones, then the live ones if places are left; places that stay empty hold padding.
@@ -259,20 +270,16 @@ def beam_search(
     return jax.tree.map(lambda empty, full: where(result.scores == -jnp.inf, empty, full), take(nothing, place), result)
 
 
-def token_log_probs(
-    logits: Float[Array, "rows v"], pad_id: int, forbidden_ids: Sequence[int] = (), *, renormalise: bool = False
-) -> Float[Array, "rows v"]:
-    """log softmax in at least float32, with -inf for PAD and the forbidden ids. A row of -inf stays one, without NaN.
+def _until_done(advance: Callable[[Any], Any], search: Any, lengths: Sequence[int], grow_fn: GrowFn) -> Any:
+    """Steps until every sentence is done, in one loop for each of these lengths; the state is grown between them."""
+    search = jax.lax.while_loop(lambda search: ~jnp.all(search.done) & (search.step < lengths[0]), advance, search)
+    if len(lengths) == 1:
+        return search._replace(state=None)
 
-    `renormalise`: the forbidden ids leave the softmax (PAD does not), rather than being struck out after it.
-    """
-    forbidden = np.zeros((1, logits.shape[-1]), bool)
-    forbidden[:, list(forbidden_ids)] = True
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    allowed = jnp.where(forbidden, -jnp.inf, logits)
-    log_probs = jax.nn.log_softmax(allowed if renormalise else logits, axis=-1)
-    impossible = (allowed == -jnp.inf) | (np.arange(logits.shape[-1]) == pad_id)[None]
-    return jnp.where(impossible, -jnp.inf, log_probs)
+    def go_on(search: Any) -> Any:
+        return _until_done(advance, search._replace(state=grow_fn(search.state, lengths[1])), lengths[1:], grow_fn)
+
+    return jax.lax.cond(jnp.all(search.done), lambda search: search._replace(state=None), go_on, search)
 
 
 def _score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> jnp.dtype:

@@ -3,21 +3,18 @@
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.decoding.search import SearchResult, beam_search, greedy_search
+from transformer_jax.decoding.cached_search import Prepared, computing, prepare, search
+from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.errors import UserError
-from transformer_jax.model.masks import padding_mask
-from transformer_jax.model.transformer import Cache, Transformer
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
@@ -51,7 +48,8 @@ class Translator:
         """
         tokenizers.check_fits(config.model)
         self.config, self.params, self.tokenizers = config, params, tokenizers
-        self._model = Transformer(config.model)
+        self._model = Transformer(computing(config.model, config.decoding.weights))
+        self._prepared: tuple[Params, Prepared] | None = None
 
     @classmethod
     def load(cls, run: str | Path, **decoding: Any) -> "Translator":
@@ -90,14 +88,14 @@ class Translator:
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
         unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
         forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
-        room = self._room()
-        for indices, src in _batches(rows, self.config.decoding.batch_tokens, model.pad_id, room):
+        room, prepared = self._room(), self._prepare()
+        for indices, src in _batches(rows, _budget(self.config.decoding), model.pad_id, room):
             lengths = np.zeros(len(src), np.int32)
             lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
             limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
             found = jax.device_get(
                 search(
-                    self.params,
+                    prepared,
                     src,
                     limits.astype(np.int32),
                     model=self._model,
@@ -110,6 +108,12 @@ class Translator:
             for row, index in enumerate(indices):
                 results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
         return results
+
+    def _prepare(self) -> Prepared:
+        """The parameters laid out, once as long as they stay the same."""
+        if self._prepared is None or self._prepared[0] is not self.params:
+            self._prepared = self.params, prepare(self.params, self._model.config, self.config.decoding.weights)
+        return self._prepared[1]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids with EOS where the model's source has it; nothing at all for an empty line."""
@@ -147,64 +151,9 @@ class Translator:
         ]
 
 
-@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids"))
-def search(
-    params: Params,
-    src: Int[Array, "b s"],
-    limits: Int[Array, "b"],
-    *,
-    model: Transformer,
-    decoding: DecodingConfig,
-    max_length: int,
-    n_best: int = 1,
-    forbidden_ids: tuple[int, ...] = (),
-) -> SearchResult:
-    """Encodes once, then greedy search (beam_size 1) or beam search with a key-value cache.
-
-    Args:
-        params: the model's parameters.
-        src: source token ids.
-        limits: most tokens of each output, EOS counted; 0 for a row that is only padding.
-        model: the model.
-        decoding: beam, penalty and stopping rule.
-        max_length: the largest limit possible: the width of the result.
-        n_best: hypotheses wanted for each row.
-        forbidden_ids: ids that are never generated, besides padding.
-    """
-    config = model.config
-    src_mask = padding_mask(src, config.pad_id)
-    memory = model.apply({"params": params}, src, src_mask=src_mask, method="encode")
-
-    def step_fn(tokens: Int[Array, "rows"], cache: Cache) -> tuple[Array, Cache]:
-        return model.apply({"params": params}, tokens, cache, method="decode_step")
-
-    def reorder(cache: Cache, rows: Int[Array, "rows"]) -> Cache:
-        # Only what was decoded moves: the beams of a sentence share its source.
-        return cache._replace(past=jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0), cache.past))
-
-    if decoding.renormalise:
-        forbidden_ids = (config.pad_id, *forbidden_ids)
-    ids: dict[str, Any] = {"start_id": config.start_id, "eos_id": config.eos_id, "pad_id": config.pad_id}
-    ids |= {"forbidden_ids": forbidden_ids, "renormalise": decoding.renormalise}
-    beam_size = decoding.beam_size
-    if beam_size > 1:
-        memory, src_mask = (jnp.repeat(leaf, beam_size, axis=0) for leaf in (memory, src_mask))
-    cache = model.apply({"params": params}, memory, src_mask, max_length, method="init_cache")
-    if beam_size == 1:
-        return greedy_search(step_fn, cache, max_lengths=limits, max_length=max_length, **ids)
-    return beam_search(
-        step_fn,
-        cache,
-        reorder,
-        beam_size=beam_size,
-        max_lengths=limits,
-        max_length=max_length,
-        alpha=decoding.alpha,
-        length_penalty=decoding.length_penalty,
-        stopping=decoding.stopping,
-        n_best=n_best,
-        **ids,
-    )
+def _budget(decoding: DecodingConfig) -> int:
+    """Source tokens of a batch. On a CPU larger batches leave its caches, and wait longer for their last sentence."""
+    return min(decoding.batch_tokens, 1024) if jax.default_backend() == "cpu" else decoding.batch_tokens
 
 
 def padded_length(length: int) -> int:

@@ -1,6 +1,7 @@
 """Embeddings and logits (paper section 3.4)."""
 
 import math
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,10 +10,20 @@ from jaxtyping import Array, Float, Int
 from transformer_jax.model.initializers import Initialization, embedding_initializer
 
 
-def logits_from(x: Float[Array, "b t d_model"], table: Float[Array, "v d_model"]) -> Float[Array, "b t v"]:
-    """x E^T, the pre-softmax linear transformation, in at least float32."""
+class OutputWeights(NamedTuple):
+    """The pre-softmax linear transformation."""
+
+    table: Float[Array, "v d_model"]
+    bias: Float[Array, "v"] | None
+
+
+def logits_from(x: Float[Array, "*positions d_model"], output: OutputWeights) -> Float[Array, "*positions v"]:
+    """x E^T + b, in at least float32."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", x, table.astype(x.dtype), preferred_element_type=dtype)
+    logits = jnp.einsum("...d,vd->...v", x, output.table.astype(x.dtype), preferred_element_type=dtype)
+    if output.bias is None:
+        return logits
+    return logits + output.bias.astype(dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Embedding(nn.Module):
@@ -33,7 +44,3 @@ class Embedding(nn.Module):
         """The vectors of the tokens."""
         vectors = jnp.take(self.table, tokens, axis=0).astype(self.dtype)
         return vectors * math.sqrt(self.d_model) if self.scale else vectors
-
-    def logits(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t v"]:
-        """The pre-softmax linear transformation, with the same table."""
-        return logits_from(x, self.table)

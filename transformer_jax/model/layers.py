@@ -1,11 +1,14 @@
 """The layers of the two stacks and the stacks (paper section 3.1)."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Bool, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from transformer_jax.config import ModelConfig, StackSize
-from transformer_jax.model.attention import KeysValues, MultiHeadAttention
+from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
 from transformer_jax.model.normalization import LayerNorm
 
@@ -19,6 +22,7 @@ def make_attention(config: ModelConfig, size: StackSize) -> MultiHeadAttention:
         d_v=size.d_v,
         use_bias=config.attention_bias,
         dropout_rate=config.attention_dropout,
+        kernel=config.attention_kernel,
         initialization=config.initialization,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
@@ -127,40 +131,49 @@ class DecoderLayer(nn.Module):
         y = self.connection.enter(x, self.self_attention_norm)
         y = self.self_attention(y, y, tgt_mask, deterministic=deterministic)
         x = self.connection.leave(x, y, self.self_attention_norm, deterministic)
-        return self._after_self_attention(x, self.cross_attention.keys_values(memory), src_mask, deterministic)
-
-    def step(
-        self,
-        x: Float[Array, "b 1 d_model"],
-        past: KeysValues,
-        cross: KeysValues,
-        position: Int[Array, ""],
-        tgt_mask: Bool[Array, "1 1 1 l"],
-        src_mask: Bool[Array, "#b #h #t s"] | None,
-    ) -> tuple[Float[Array, "b 1 d_model"], KeysValues]:
-        """One layer of the decoder at one position; `past` comes back with this position's keys and values in it."""
-        y = self.connection.enter(x, self.self_attention_norm)
-        new = self.self_attention.keys_values(y)
-        past = KeysValues(
-            *(jax.lax.dynamic_update_slice_in_dim(p, n, position, 1) for p, n in zip(past, new, strict=True))
-        )
-        y = self.self_attention.attend(y, past, tgt_mask)
-        x = self.connection.leave(x, y, self.self_attention_norm, True)
-        return self._after_self_attention(x, cross, src_mask, True), past
-
-    def _after_self_attention(
-        self,
-        x: Float[Array, "b t d_model"],
-        cross: KeysValues,
-        src_mask: Bool[Array, "#b #h #t s"] | None,
-        deterministic: bool,
-    ) -> Float[Array, "b t d_model"]:
         y = self.connection.enter(x, self.cross_attention_norm)
-        y = self.cross_attention.attend(y, cross, src_mask, deterministic=deterministic)
+        y = self.cross_attention(y, memory, src_mask, deterministic=deterministic)
         x = self.connection.leave(x, y, self.cross_attention_norm, deterministic)
         y = self.connection.enter(x, self.feed_forward_norm)
         y = self.feed_forward(y, deterministic=deterministic)
         return self.connection.leave(x, y, self.feed_forward_norm, deterministic)
+
+
+def _run_stack(
+    stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], inputs: tuple[Any, ...], deterministic: bool
+) -> Float[Array, "b t d_model"]:
+    """x through the layers one after the other; `inputs` is what each of them gets besides."""
+    config = stack.config
+
+    def run_layer(layer: EncoderLayer | DecoderLayer, x: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
+        return layer(x, *inputs, deterministic=deterministic)
+
+    if config.scan_layers and not stack.is_initializing():
+        return _scan_stack(stack, x, run_layer, deterministic)
+    if config.remat == "layers":
+        run_layer = nn.remat(run_layer)
+    for layer in stack.layer:
+        x = run_layer(layer, x)
+    return x
+
+
+def _scan_stack(
+    stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], run_layer: Any, deterministic: bool
+) -> Float[Array, "b t d_model"]:
+    """The layers as one loop over their parameters, which are put side by side for it: compiled once for all layers."""
+    layers = stack.layer
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer.variables["params"] for layer in layers))
+    keys = None if deterministic else jax.random.split(stack.make_rng("dropout"), len(layers))
+    layer = type(layers[0])(stack.config, parent=None)
+
+    def advance(x: Float[Array, "b t d_model"], of_layer: Any) -> tuple[Float[Array, "b t d_model"], None]:
+        layer_params, key = of_layer
+        rngs = {} if key is None else {"dropout": key}
+        return layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs), None
+
+    if stack.config.remat == "layers":
+        advance = jax.checkpoint(advance, prevent_cse=False)
+    return jax.lax.scan(advance, x, (params, keys))[0]
 
 
 class Encoder(nn.Module):
@@ -181,8 +194,7 @@ class Encoder(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
         """From embedded source to memory."""
-        for layer in self.layer:
-            x = layer(x, src_mask, deterministic=deterministic)
+        x = _run_stack(self, x, (src_mask,), deterministic)
         return self.final_norm(x) if self.config.final_norm else x
 
 
@@ -206,29 +218,5 @@ class Decoder(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
         """All positions at once."""
-        for layer in self.layer:
-            x = layer(x, memory, tgt_mask, src_mask, deterministic=deterministic)
-        return self._finish(x)
-
-    def cross_keys_values(self, memory: Float[Array, "b s d_model"]) -> tuple[KeysValues, ...]:
-        """Every layer's keys and values of the encoder's output: computed once a sentence."""
-        return tuple(layer.cross_attention.keys_values(memory) for layer in self.layer)
-
-    def step(
-        self,
-        x: Float[Array, "b 1 d_model"],
-        past: tuple[KeysValues, ...],
-        cross: tuple[KeysValues, ...],
-        position: Int[Array, ""],
-        tgt_mask: Bool[Array, "1 1 1 l"],
-        src_mask: Bool[Array, "#b #h #t s"] | None,
-    ) -> tuple[Float[Array, "b 1 d_model"], tuple[KeysValues, ...]]:
-        """One position, with the keys and values of those before it."""
-        new_past = []
-        for layer, layer_past, layer_cross in zip(self.layer, past, cross, strict=True):
-            x, layer_past = layer.step(x, layer_past, layer_cross, position, tgt_mask, src_mask)
-            new_past.append(layer_past)
-        return self._finish(x), tuple(new_past)
-
-    def _finish(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
+        x = _run_stack(self, x, (memory, tgt_mask, src_mask), deterministic)
         return self.final_norm(x) if self.config.final_norm else x

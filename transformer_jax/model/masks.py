@@ -32,3 +32,14 @@ def target_mask(tgt_in: Int[Array, "b t"], pad_id: int) -> Bool[Array, "b 1 t t"
     length = tgt_in.shape[1]
     is_start = (jnp.arange(length) == 0)[None, None, None, :]
     return causal_mask(length) & (padding_mask(tgt_in, pad_id) | is_start)
+
+
+def segment_mask(queries: Int[Array, "b t"], keys: Int[Array, "b s"]) -> Bool[Array, "b 1 t s"]:
+    """A packed row: each pair sees itself alone; padding, segment 0, neither sees nor is seen.
+
+    segment_mask([[1, 2, 2, 0]], [[1, 1, 2, 0]])[0, 0] is  1 1 0 0
+                                                           0 0 1 0
+                                                           0 0 1 0
+                                                           0 0 0 0
+    """
+    return ((queries[:, :, None] == keys[:, None, :]) & (keys != 0)[:, None, :])[:, None]

@@ -1,5 +1,7 @@
 """Layer normalisation (paper section 3.1, after Ba et al. 2016)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -50,4 +52,8 @@ class LayerNorm(nn.Module):
         shape, dtype = (x.shape[-1],), jnp.dtype(self.param_dtype)
         scale = self.param("scale", nn.initializers.ones, shape, dtype)
         bias = self.param("bias", nn.initializers.zeros, shape, dtype)
-        return layer_norm(x, scale, bias, self.epsilon, self.variant)
+        normalise: Callable[..., Array] = partial(layer_norm, epsilon=self.epsilon, variant=self.variant)
+        if x.dtype != jnp.promote_types(x.dtype, jnp.float32):
+            # The backward pass keeps `x`, and not what is computed of it in float32, which is twice as large.
+            normalise = jax.checkpoint(normalise)
+        return normalise(x, scale, bias)

@@ -3,10 +3,11 @@
 from typing import Literal
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import normal
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from transformer_jax.errors import UserError
 
@@ -40,6 +41,18 @@ def sinusoids(
     return pairs.reshape(length, d_model)
 
 
+def segment_positions(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """The position of each token in its own sentence, from 0 on, where a row holds several; 0 for padding.
+
+    >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0, 0]])).tolist()
+    [[0, 1, 0, 1, 2, 0, 0]]
+    """
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
+    is_first = jnp.concatenate([jnp.ones_like(segments[:, :1]), jnp.diff(segments, axis=1)], axis=1) != 0
+    start = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    return jnp.where(segments == 0, 0, index - start)
+
+
 class LearnedPositions(nn.Module):
     """A learned vector for each position (paper Table 3, row E)."""
 
@@ -65,3 +78,7 @@ class LearnedPositions(nn.Module):
                 f"position table of model.max_length {self.max_length} rows"
             )
         return self.table[self.offset : self.offset + length]
+
+    def at(self, positions: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
+        """The vectors of these positions; one beyond the table is NaN."""
+        return jnp.take(self.table, positions + self.offset, axis=0, mode="fill")

@@ -1,6 +1,6 @@
 """The Transformer (paper section 3, Figure 1)."""
 
-from typing import NamedTuple
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -9,26 +9,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.attention import KeysValues
-from transformer_jax.model.embedding import Embedding, logits_from
+from transformer_jax.model.embedding import Embedding, OutputWeights, logits_from
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
-from transformer_jax.model.masks import padding_mask, target_mask
-from transformer_jax.model.positional import LearnedPositions, sinusoids
+from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
+from transformer_jax.model.positional import LearnedPositions, segment_positions, sinusoids
 from transformer_jax.types import Params
-
-
-class Cache(NamedTuple):
-    """What decoding one position needs of those before it: an explicit value, handed in and handed back."""
-
-    position: Int[Array, ""]
-    """Positions decoded so far."""
-    past: tuple[KeysValues, ...]
-    """Each decoder layer's self-attention keys and values, `b l h d`, filled up to `position`."""
-    cross: tuple[KeysValues, ...]
-    """Each decoder layer's keys and values of the encoder's output, `b s h d`: they never change."""
-    src_mask: Bool[Array, "b 1 1 s"]
-    """Which source positions may be attended to."""
 
 
 class Transformer(nn.Module):
@@ -76,28 +62,55 @@ class Transformer(nn.Module):
         *,
         src_mask: Bool[Array, "b #h #t s"] | None = None,
         tgt_mask: Bool[Array, "b #h t t"] | None = None,
+        src_segments: Int[Array, "b s"] | None = None,
+        tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
         """Logits of the next token at each target position. Masks default to those that follow from `pad_id`.
 
-        With `deterministic=False` dropout is on and needs `rngs={"dropout": key}`.
+        With segments a row holds several pairs, as in a packed `Batch`: they make the masks, and each pair's positions
+        start at 0. With `deterministic=False` dropout is on and needs `rngs={"dropout": key}`.
+
+        Raises:
+            ValueError: segments of one side alone.
         """
-        if src_mask is None:
+        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask, "src_segments": src_segments, "tgt_segments": tgt_segments}
+        return logits_from(*self.before_logits(src, tgt_in, **masks, deterministic=deterministic))
+
+    def before_logits(
+        self,
+        src: Int[Array, "b s"],
+        tgt_in: Int[Array, "b t"],
+        *,
+        src_mask: Bool[Array, "b #h #t s"] | None = None,
+        tgt_mask: Bool[Array, "b #h t t"] | None = None,
+        src_segments: Int[Array, "b s"] | None = None,
+        tgt_segments: Int[Array, "b t"] | None = None,
+        deterministic: bool = True,
+    ) -> tuple[Float[Array, "b t d_model"], OutputWeights]:
+        """The decoder's output and what makes logits of it: as a call, for a loss that makes them a part at a time."""
+        if (src_segments is None) != (tgt_segments is None):
+            raise ValueError("segments of one side alone: a packed batch has them on both")
+        memory = self.encode(src, src_mask=src_mask, segments=src_segments, deterministic=deterministic)
+        if src_segments is not None and tgt_segments is not None:
+            src_mask = segment_mask(tgt_segments, src_segments)
+        elif src_mask is None:
             src_mask = padding_mask(src, self.config.pad_id)
-        memory = self.encode(src, src_mask=src_mask, deterministic=deterministic)
-        return self.decode(tgt_in, memory, src_mask, tgt_mask=tgt_mask, deterministic=deterministic)
+        x = self._decoder_output(tgt_in, memory, src_mask, tgt_mask, tgt_segments, deterministic)
+        return x, self.output_weights()
 
     def encode(
         self,
         src: Int[Array, "b s"],
         *,
         src_mask: Bool[Array, "b #h #t s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
         """The encoder's output, `memory`."""
         if src_mask is None:
-            src_mask = padding_mask(src, self.config.pad_id)
-        x = self._source_embedding(src) + self._positions("source", src.shape[1])
+            src_mask = padding_mask(src, self.config.pad_id) if segments is None else segment_mask(segments, segments)
+        x = self._source_embedding(src) + self._positions("source", src.shape[1], segments)
         return self.encoder(self.dropout(x, deterministic=deterministic), src_mask, deterministic=deterministic)
 
     def decode(
@@ -107,39 +120,30 @@ class Transformer(nn.Module):
         src_mask: Bool[Array, "b #h #t s"],
         *,
         tgt_mask: Bool[Array, "b #h t t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
         """Logits at every position of `tgt_in`."""
-        if tgt_mask is None:
-            tgt_mask = target_mask(tgt_in, self.config.pad_id)
+        return self._logits(self._decoder_output(tgt_in, memory, src_mask, tgt_mask, segments, deterministic))
+
+    def _decoder_output(
+        self,
+        tgt_in: Int[Array, "b t"],
+        memory: Float[Array, "b s d_model"],
+        src_mask: Bool[Array, "b #h #t s"],
+        tgt_mask: Bool[Array, "b #h t t"] | None,
+        segments: Int[Array, "b t"] | None,
+        deterministic: bool,
+    ) -> Float[Array, "b t d_model"]:
         length = tgt_in.shape[1]
-        x = self._embed_target(tgt_in, jnp.arange(length)) + self._positions("target", length)
+        if tgt_mask is None and segments is not None:
+            tgt_mask = causal_mask(length) & segment_mask(segments, segments)
+        elif tgt_mask is None:
+            tgt_mask = target_mask(tgt_in, self.config.pad_id)
+        positions = jnp.arange(length)[None] if segments is None else segment_positions(segments)
+        x = self._embed_target(tgt_in, positions) + self._positions("target", length, segments)
         x = self.dropout(x, deterministic=deterministic)
-        return self._logits(self.decoder(x, memory, tgt_mask, src_mask, deterministic=deterministic))
-
-    def init_cache(
-        self, memory: Float[Array, "b s d_model"], src_mask: Bool[Array, "b 1 1 s"], max_length: int
-    ) -> Cache:
-        """An empty cache for decoding up to `max_length` positions; keys and values of `memory` are computed here."""
-        size, batch = self.config.decoder, memory.shape[0]
-
-        def empty(width: int) -> Array:
-            return jnp.zeros((batch, max_length, size.num_heads, width), memory.dtype)
-
-        past = tuple(KeysValues(empty(size.d_k), empty(size.d_v)) for _ in range(size.num_layers))
-        return Cache(jnp.zeros((), jnp.int32), past, self.decoder.cross_keys_values(memory), src_mask)
-
-    def decode_step(self, tokens: Int[Array, "b"], cache: Cache) -> tuple[Float[Array, "b v"], Cache]:
-        """Reads one more token a row (the start token first) and gives the logits of the next one.
-
-        Calls beyond the cache's `max_length` are not noticed: the position is not known when this is compiled.
-        """
-        max_length = cache.past[0].key.shape[1]
-        x = self._embed_target(tokens[:, None], cache.position[None])
-        x += jax.lax.dynamic_slice_in_dim(self._positions("target", max_length), cache.position, 1, axis=1)
-        tgt_mask = (jnp.arange(max_length) <= cache.position)[None, None, None, :]
-        x, past = self.decoder.step(x, cache.past, cache.cross, cache.position, tgt_mask, cache.src_mask)
-        return self._logits(x)[:, 0], cache._replace(position=cache.position + 1, past=past)
+        return self.decoder(x, memory, tgt_mask, src_mask, deterministic=deterministic)
 
     def _make_embedding(self, rows: int) -> Embedding:
         config = self.config
@@ -157,27 +161,39 @@ class Transformer(nn.Module):
     def _target_table(self) -> Embedding:
         return self.embedding if self.config.tie_embeddings == "all" else self.target_embedding
 
-    def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "t"]) -> Float[Array, "b t d_model"]:
+    def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "#b t"]) -> Float[Array, "b t d_model"]:
         x = self._target_table()(tokens)
         if self.config.decoder_start == "zeros":
-            return jnp.where((positions == 0)[None, :, None], jnp.zeros_like(x), x)
+            return jnp.where((positions == 0)[:, :, None], jnp.zeros_like(x), x)
         return x
 
-    def _positions(self, side: str, length: int) -> Float[Array, "1 t d_model"]:
+    def _positions(
+        self, side: str, length: int, segments: Int[Array, "b t"] | None = None
+    ) -> Float[Array, "#b t d_model"]:
+        """The vectors of positions 0 to length - 1, or of those that `segments` say."""
         config = self.config
+        positions = None if segments is None else segment_positions(segments)
         if config.positions == "learned":
-            table = (self.source_positions if side == "source" else self.target_positions)(length)
+            learned = self.source_positions if side == "source" else self.target_positions
+            if positions is not None:
+                return learned.at(positions).astype(config.dtype)
+            table = learned(length)
         else:
             table = jnp.asarray(
                 sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset),
                 jnp.promote_types(config.dtype, jnp.float32),
             )
-        return table.astype(config.dtype)[None]
+        table = table.astype(config.dtype)
+        return table[None] if positions is None else jnp.take(table, positions, axis=0)
+
+    def output_weights(self) -> OutputWeights:
+        """What makes logits of the decoder's output."""
+        is_tied = self.config.tie_embeddings != "none"
+        table = self._target_table().table if is_tied else self.output_projection.kernel.T
+        return OutputWeights(table, self.logits_bias if self.config.logits_bias else None)
 
     def _logits(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t v"]:
-        projection = self.output_projection if self.config.tie_embeddings == "none" else self._target_table()
-        logits = projection.logits(x)
-        return logits + self.logits_bias.astype(logits.dtype)[None, None] if self.config.logits_bias else logits
+        return logits_from(x, self.output_weights())
 
 
 class OutputProjection(nn.Module):
@@ -191,15 +207,13 @@ class OutputProjection(nn.Module):
         init = xavier_uniform(self.d_model, self.vocab_size)
         self.kernel = self.param("kernel", init, (self.d_model, self.vocab_size), jnp.dtype(self.param_dtype))
 
-    def logits(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t v"]:
-        """x W, in at least float32."""
-        return logits_from(x, self.kernel.T)
-
 
 def attention_maps(
     model: Transformer, params: Params, src: Int[Array, "b s"], tgt_in: Int[Array, "b t"]
 ) -> dict[str, Float[Array, "b h t s"]]:
     """The attention weights of every layer: {"encoder/layer_0/self_attention": ..., ...}, rows sum to 1."""
+    # A loop over layers and a fused kernel have none to show.
+    model = Transformer(dataclasses.replace(model.config, scan_layers=False, attention_kernel="xla"))
     _, state = model.apply({"params": params}, src, tgt_in, capture_intermediates=lambda _, method: method == "weights")
     paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
     return {"/".join(str(key.key) for key in path[:-1]): values[0] for path, values in paths}

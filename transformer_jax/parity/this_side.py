@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.decoding.translator import search
+from transformer_jax.decoding.cached_search import search
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward

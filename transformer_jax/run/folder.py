@@ -84,6 +84,11 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """`profile/`."""
+        return self.path / "profile"
+
+    @property
     def cache(self) -> Path:
         """`cache/`."""
         return self.path / "cache"

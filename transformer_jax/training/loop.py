@@ -12,14 +12,17 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import Checkpoints
 from transformer_jax.run.folder import RunFolder
+from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.metrics import MetricsWriter, Progress
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
+from transformer_jax.training.profiling import Profile
 from transformer_jax.training.sharding import batch_sharding, put_batch, replicated, tree_shardings
 from transformer_jax.training.state import TrainState, dropout_rng, init_rng, init_state
 from transformer_jax.training.step import Metrics, train_step
@@ -53,6 +56,9 @@ def fit(
     batches_from: Callable[[int], Iterator[Batch]],
     evaluate: Callable[[Params, int], Evaluation],
     initial_params: Params | None = None,
+    *,
+    announced: Sequence[Batch] = (),
+    profile: bool = False,
 ) -> Outcome:
     """Trains until `training.num_steps`, from where the run's last checkpoint stands.
 
@@ -63,6 +69,8 @@ def fit(
         batches_from: the global batches from this position on (this process's rows of them).
         evaluate: called with the parameters and the step, `training.validate_every` steps apart and after the last.
         initial_params: what a fresh run starts from, instead of random parameters.
+        announced: a batch of each shape that will come: their steps are compiled before the first one.
+        profile: whether to trace some steps into the run's `profile/`.
 
     Raises:
         UserError: the loss or the gradient is not finite; the last checkpoint is from before that.
@@ -71,20 +79,28 @@ def fit(
     model = Transformer(config.model)
     optimizer = make_optimizer(training, config.model.d_model)
     schedule = make_schedule(training, config.model.d_model)
-    dropout_key = dropout_rng(training.seed)
+    rng = jax.device_put(dropout_rng(training.seed, training.dropout_generator), replicated(mesh))
 
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by)
     state = _first_state(config, mesh, checkpoints, initial_params)
     step = int(state.step)
-    compiled_step = jax.jit(
-        partial(
-            train_step,
+
+    def step_and_rate(state: TrainState, batch: Batch, rng: Array) -> tuple[TrainState, tuple[Metrics, Array]]:
+        new_state, metrics = train_step(
+            state,
+            batch,
+            rng,
             model=model,
             optimizer=optimizer,
             smoothing=training.label_smoothing,
             mass=training.smoothing_mass,
             accumulate=training.accumulate,
-        ),
+            max_logits=training.logits_megabytes * 10**6 // 4 * mesh.size,
+        )
+        return new_state, (metrics, schedule(state.step))
+
+    jitted_step = jax.jit(
+        step_and_rate,
         in_shardings=(jax.tree.map(lambda x: x.sharding, state), batch_sharding(mesh), replicated(mesh)),
         out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
         donate_argnums=0,
@@ -93,26 +109,29 @@ def fit(
     writer = MetricsWriter(run, step)
     watch = _Watch()
     last_saved, last_save_time = step, time.monotonic()
-    first = step + 1
     with (
         Progress(step, training.num_steps) as progress,
         _Signals() as signals,
         closing(writer),
+        closing(Profile(run.profile if profile else None, step + 1, progress.say)) as tracing,
         closing(checkpoints),  # whatever happens, a checkpoint that was started becomes whole
     ):
+        compiled_step = CompiledStep(
+            jitted_step, state, rng, [put_batch(batch, mesh) for batch in announced], progress.say
+        )
+        last_save_time = time.monotonic()
+        watch.restart()
         batches = batches_from(step)
         while step < training.num_steps and not signals.received:
-            state, metrics = compiled_step(state, put_batch(next(batches), mesh), dropout_key)
+            tracing.before(step + 1)
+            state, reported = compiled_step(state, put_batch(next(batches), mesh), rng)
             step += 1
-            watch.add(step, metrics)
+            tracing.after(step, reported)
+            watch.add(step, *reported)
             progress.advance()
-            if step == first:
-                progress.say(
-                    f"first step after {time.monotonic() - last_save_time:.0f} s; each batch shape compiles once"
-                )
 
             if step % training.log_every == 0 or step == training.num_steps:
-                row = watch.row(float(fetch(schedule(step - 1))))
+                row = watch.row()
                 writer.write(step, row)
                 progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
 
@@ -179,13 +198,17 @@ class _Watch:
     """Fetches each step's metrics one step late, so that the device is never waited for, and checks them."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[int, Metrics]] = []
-        self._last: tuple[int, Metrics] | None = None
+        self._pending: list[tuple[int, Metrics, Array]] = []
+        self._last: tuple[Metrics, float] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Training begins now."""
         self._tokens = 0
         self._since = time.monotonic()
 
-    def add(self, step: int, metrics: Metrics) -> None:
-        self._pending.append((step, metrics))
+    def add(self, step: int, metrics: Metrics, learning_rate: Array) -> None:
+        self._pending.append((step, metrics, learning_rate))
         while len(self._pending) > 1:
             self._check(*self._pending.pop(0))
 
@@ -193,14 +216,14 @@ class _Watch:
         while self._pending:
             self._check(*self._pending.pop(0))
 
-    def row(self, learning_rate: float) -> dict[str, float]:
+    def row(self) -> dict[str, float]:
         """The figures of the step added last."""
         self.check_all()
         assert self._last is not None
         now = time.monotonic()
         rate = self._tokens / max(now - self._since, 1e-9)
         self._tokens, self._since = 0, now
-        metrics = self._last[1]
+        metrics, learning_rate = self._last
         return {
             "loss": float(metrics.loss),
             "learning_rate": learning_rate,
@@ -212,8 +235,8 @@ class _Watch:
         """Time spent inside is not training time."""
         return _Pause(self)
 
-    def _check(self, step: int, metrics: Metrics) -> None:
-        metrics = fetch(metrics)
+    def _check(self, step: int, metrics: Metrics, learning_rate: Array) -> None:
+        metrics, learning_rate = fetch((metrics, learning_rate))
         for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
             if not math.isfinite(value):
                 raise UserError(
@@ -221,7 +244,7 @@ class _Watch:
                     "a lower learning rate, more warmup_steps or training.clip_norm 1 may help"
                 )
         self._tokens += int(metrics.num_tokens)
-        self._last = (step, metrics)
+        self._last = (metrics, float(learning_rate))
 
 
 class _Pause:

@@ -20,10 +20,16 @@ class LossSums(NamedTuple):
     """Target tokens that count: those that are not padding."""
 
 
+def smoothing_weights(size: int, smoothing: float, mass: SmoothingMass) -> tuple[float, float]:
+    """(w, u) of q(v) = w [v is the target] + u [v shares the mass], for `size` tokens; the target shares."""
+    on_others = smoothing / {"others": size - 1, "all": size, "others_without_pad": size - 2}[mass]
+    return 1 - smoothing - (0 if mass == "all" else on_others), on_others
+
+
 def cross_entropy(
-    logits: Float[Array, "b t v"],
-    targets: Int[Array, "b t"],
-    weights: Bool[Array, "b t"],
+    logits: Float[Array, "*positions v"],
+    targets: Int[Array, "*positions"],
+    weights: Bool[Array, "*positions"],
     *,
     smoothing: float = 0.0,
     mass: SmoothingMass = "others",
@@ -50,13 +56,12 @@ def cross_entropy(
     nll = log_normalizer - target_logits
     loss = nll
     if smoothing:
-        # q is `low` on every token that shares, and the rest of its mass on the target: sums of logits suffice.
-        low = smoothing / {"others": size - 1, "all": size, "others_without_pad": size - 2}[mass]
-        on_target = 1 - smoothing - (0 if mass == "all" else low)
+        # Of q's two terms the one is a multiple of the other tokens' sum: sums of logits suffice.
+        on_target, on_others = smoothing_weights(size, smoothing, mass)
         if mass == "others_without_pad":
             sum_of_logits, count = jnp.sum(logits, axis=-1) - logits[..., pad_id], size - 1
         else:
             sum_of_logits, count = jnp.sum(logits, axis=-1), size
-        loss = on_target * nll + low * (count * log_normalizer - sum_of_logits)
+        loss = on_target * nll + on_others * (count * log_normalizer - sum_of_logits)
     counts = weights.astype(logits.dtype)
     return LossSums(jnp.sum(loss * counts), jnp.sum(nll * counts), jnp.sum(weights, dtype=jnp.int32))

@@ -1,6 +1,6 @@
 """What a training run carries from step to step."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array
 
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.hash_generator import HASH
 from transformer_jax.types import Params
 
 
@@ -34,6 +35,6 @@ def init_rng(seed: int) -> Array:
     return jax.random.fold_in(jax.random.key(seed), 0)
 
 
-def dropout_rng(seed: int) -> Array:
-    """The key from which `train_step` makes each step's."""
-    return jax.random.fold_in(jax.random.key(seed), 1)
+def dropout_rng(seed: int, generator: Literal["hash", "threefry"] = "hash") -> Array:
+    """The key from which `train_step` makes each step's; its type decides which generator dropout uses."""
+    return jax.random.fold_in(jax.random.key(seed, impl=HASH if generator == "hash" else "threefry2x32"), 1)

@@ -8,7 +8,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.training.loss import LossSums, SmoothingMass, cross_entropy
+from transformer_jax.training.loss import LossSums, SmoothingMass
+from transformer_jax.training.projected_loss import projected_cross_entropy
 from transformer_jax.training.state import TrainState
 from transformer_jax.types import Batch, Params
 
@@ -34,6 +35,7 @@ def train_step(
     smoothing: float = 0.1,
     mass: SmoothingMass = "others",
     accumulate: int = 1,
+    max_logits: int | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One update: forward, loss, backward, Adam.
 
@@ -46,14 +48,13 @@ def train_step(
         batch: the global batch.
         dropout_rng: the run's key; this step's is `fold_in(dropout_rng, state.step)`.
         model, optimizer, smoothing, mass, accumulate: constants of the compiled step.
+        max_logits: the most logits to hold at a time, over all devices; None: all.
     """
     rng = jax.random.fold_in(dropout_rng, state.step)
 
     def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
-        logits = model.apply({"params": params}, part.src, part.tgt_in, deterministic=False, rngs={"dropout": part_rng})
-        pad_id = model.config.pad_id
-        targets = jnp.asarray(part.tgt_out)
-        sums = cross_entropy(logits, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id)
+        rngs = {"dropout": part_rng}
+        sums = _loss_sums(model, params, part, smoothing, mass, max_logits, deterministic=False, rngs=rngs)
         return sums.loss_sum, sums
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -71,11 +72,33 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def eval_step(params: Params, batch: Batch, *, model: Transformer) -> LossSums:
+def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: int | None = None) -> LossSums:
     """Sums of the cross-entropy without dropout and without smoothing."""
-    logits = model.apply({"params": params}, batch.src, batch.tgt_in, deterministic=True)
-    targets = jnp.asarray(batch.tgt_out)
-    return cross_entropy(logits, targets, targets != model.config.pad_id)
+    return _loss_sums(model, params, batch, 0.0, "others", max_logits, deterministic=True)
+
+
+def _loss_sums(
+    model: Transformer,
+    params: Params,
+    batch: Batch,
+    smoothing: float,
+    mass: SmoothingMass,
+    max_logits: int | None,
+    **options: Any,
+) -> LossSums:
+    x, output = model.apply(
+        {"params": params},
+        batch.src,
+        batch.tgt_in,
+        src_segments=batch.src_segments,
+        tgt_segments=batch.tgt_segments,
+        method="before_logits",
+        **options,
+    )
+    targets, pad_id = jnp.asarray(batch.tgt_out), model.config.pad_id
+    return projected_cross_entropy(
+        x, output, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id, max_logits=max_logits
+    )
 
 
 def _sum_dtype(x: Any) -> Any:
@@ -93,7 +116,7 @@ def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) 
     def add(total: tuple[Params, LossSums], part: tuple[Batch, Array]) -> tuple[tuple[Params, LossSums], None]:
         return jax.tree.map(jnp.add, total, grad_fn(params, *part)), None
 
-    split_batch, rngs = Batch(*map(split, batch)), jax.random.split(rng, parts)
+    split_batch, rngs = jax.tree.map(split, batch), jax.random.split(rng, parts)
     first = jax.tree.map(lambda x: x[0], (split_batch, rngs))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x)), jax.eval_shape(grad_fn, params, *first))
     return jax.lax.scan(add, zeros, (split_batch, rngs))[0]

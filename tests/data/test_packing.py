@@ -1,0 +1,164 @@
+"""Packed batches: no pair lost or repeated, every row kept, little padding, the same batch for the same number."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lengths_cases import caption_lengths, corpus, random_lengths
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.data.batching import Shape, log2_factorials, make_batch
+from transformer_jax.data.packing import PackedPlan, pack
+
+MODEL = ModelConfig(vocab_size=100)
+lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=120).map(
+    lambda pairs: tuple(np.array(pairs).T)
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths, st.integers(40, 90), st.integers(90, 900), st.integers(0, 5), st.data())
+def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_tokens, seed, data):
+    plan = PackedPlan(*sides, length, batch_tokens, seed)
+    (shape,) = plan.shapes
+    assert shape[1:] == (length, length)
+    assert length <= shape.rows * length <= batch_tokens
+    number = plan.batches_per_epoch
+    batches = [plan.rows(index) for index in range(2 * number)]
+    for epoch in (batches[:number], batches[number:]):
+        assert sorted(int(pair) for batch in epoch for row in batch for pair in row) == list(range(len(sides[0])))
+        assert sum(shape.rows - len(batch) for batch in epoch) < number
+        for row in (row for batch in epoch for row in batch):
+            assert len(row)
+            assert all(side[row].sum() <= length for side in sides)
+    start = data.draw(st.integers(0, 2 * number - 1))  # from anywhere, and backwards
+    fresh = PackedPlan(*sides, length, batch_tokens, seed)
+    again = [fresh.rows(index) for index in reversed(range(start, 2 * number))][::-1]
+    assert [[row.tolist() for row in batch] for batch in again] == [
+        [row.tolist() for row in batch] for batch in batches[start:]
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths, st.integers(40, 90))
+def test_no_two_rows_of_a_small_corpus_fit_into_one(sides, length):
+    """While all rows are open, a new one is opened only for a pair that fits none of them."""
+    pairs, ends = pack(*sides, length, np.random.default_rng(0))
+    if len(ends) > 32:
+        return
+    sums = np.array([[side[row].sum() for side in sides] for row in np.split(pairs, ends[:-1])])
+    for i in range(len(sums)):
+        others = np.delete(sums, i, axis=0) + sums[i]
+        assert (others.max(axis=1) > length).all()
+
+
+def test_the_order_depends_on_seed_and_epoch():
+    sides = caption_lengths(3000)
+    plan, other = (PackedPlan(*sides, 128, 1024, seed) for seed in (3, 4))
+    number = plan.batches_per_epoch
+
+    def company(plan, epoch):
+        rows = [row for index in range(epoch * number, (epoch + 1) * number) for row in plan.rows(index)]
+        return {frozenset(row.tolist()) for row in rows}
+
+    # A pair's company in its row changes too, not only the rows' order.
+    assert len(company(plan, 0) & company(plan, 1)) < 0.01 * 3000
+    assert len(company(plan, 0) & company(other, 0)) < 0.01 * 3000
+    # Not sorted: batches are alike in length, as random samples of the pairs are.
+    means = [np.mean(sides[0][np.concatenate(plan.rows(index))]) for index in range(number - 1)]
+    assert np.std(means) < 2 * sides[0].std() / np.sqrt(3000 / number)
+    assert 0.35 * log2_factorials([3000]) < plan.order_bits < log2_factorials([3000])
+
+
+def test_bits_of_the_order():
+    """Four pairs of one kind, two a row: the rows stand in 2! orders, the pairs in 4!."""
+    plan = PackedPlan(np.full(4, 5), np.full(4, 3), 10, 10, 0)
+    assert plan.order_bits == pytest.approx(np.log2(2 * 24))
+
+
+def test_threads_share_a_plan():
+    plan = PackedPlan(*caption_lengths(2000), 128, 1024, 0)
+    number = 3 * plan.batches_per_epoch
+    expected = [np.concatenate(plan.rows(index)).tolist() for index in range(number)]
+    found = {}
+
+    def read(start):
+        found.update({index: np.concatenate(plan.rows(index)).tolist() for index in range(start, number, 4)})
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[index] for index in range(number)] == expected
+
+
+@pytest.mark.parametrize(
+    ("sides", "length", "most"),
+    [(caption_lengths(), 128, 0.06), (caption_lengths(), 256, 0.04), (random_lengths(60_000), 256, 0.06)],
+)
+@pytest.mark.parametrize("batch_tokens", [4096, 25_000])
+def test_padding_is_little(sides, length, most, batch_tokens):
+    plan = PackedPlan(*sides, length, batch_tokens, 0)
+    # No row holds more than its longer side, so this share is needed however pairs are packed.
+    needed = 1 - (sides[0].sum() + sides[1].sum()) / (2 * max(side.sum() for side in sides))
+    print(f"{plan.padding_share:.2%} padding, {needed:.2%} of it because the sides differ")
+    assert needed < plan.padding_share <= most
+    positions = sum(2 * plan.shapes[0].rows * length for _ in range(plan.batches_per_epoch))
+    assert plan.padding_share == pytest.approx(1 - (sides[0].sum() + sides[1].sum()) / positions)
+
+
+def test_rows_for_eight_devices():
+    sides = random_lengths(30_000)
+    assert PackedPlan(*sides, 256, 25_000, 0).shapes[0].rows == 95  # of 96, and not of 97
+    assert PackedPlan(*sides, 256, 1800, 0).shapes[0].rows == 7
+
+
+def test_a_pair_that_fits_no_row():
+    with pytest.raises(ValueError, match="pair 1 of 2 and 9 tokens fits no row of 8"):
+        PackedPlan(np.array([2, 2]), np.array([2, 9]), 8, 80, 0)
+
+
+def test_batch_by_hand():
+    encoded = corpus([[10, 11], [12], []], [[20], [21, 22], []])
+    batch = make_batch(encoded, np.array([1, 0, 2]), Shape(2, 6, 6), MODEL, 3, np.array([2, 1]))
+    assert batch.src.tolist() == [[12, 2, 10, 11, 2, 0], [2, 0, 0, 0, 0, 0], [0] * 6]
+    assert batch.src_segments.tolist() == [[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert batch.tgt_in.tolist() == [[1, 21, 22, 1, 20, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert batch.tgt_out.tolist() == [[21, 22, 2, 20, 2, 0], [2, 0, 0, 0, 0, 0], [0] * 6]
+    assert batch.tgt_segments.tolist() == [[1, 1, 1, 2, 2, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
+    assert {array.dtype for array in batch} == {np.dtype(np.int32)}
+
+
+def test_special_ids_come_from_the_model():
+    model = replace(MODEL, pad_id=99, eos_id=0, bos_id=98, decoder_start="eos", source_eos=False)
+    encoded = corpus([[10, 11], [12]], [[20], [21, 22]], source_eos=False)
+    batch = make_batch(encoded, np.array([0, 1]), Shape(1, 3, 6), model, 1, np.array([2]))
+    assert batch.src.tolist() == [[10, 11, 12]]
+    assert batch.src_segments.tolist() == [[1, 1, 2]]
+    assert batch.tgt_in.tolist() == [[0, 20, 0, 21, 22, 99]]
+    assert batch.tgt_out.tolist() == [[20, 0, 21, 22, 0, 99]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000))
+def test_every_sentence_stands_whole_in_a_batch(seed):
+    rng = np.random.default_rng(seed)
+    sides = [[rng.integers(4, 100, n).tolist() for n in rng.integers(0, 12, 40)] for _ in range(2)]
+    encoded = corpus(*sides)
+    plan = PackedPlan(encoded.source_lengths, encoded.target_lengths, 24, 100, seed)
+    found = []
+    for index in range(plan.batches_per_epoch):
+        src, tgt_in, tgt_out, src_segments, tgt_segments = plan.batch(index, encoded, MODEL, row_multiple=3)
+        assert len(src) % 3 == 0
+        for row in range(len(src)):
+            for segment in range(1, src_segments[row].max() + 1):
+                source = src[row][src_segments[row] == segment].tolist()
+                read, target = (side[row][tgt_segments[row] == segment].tolist() for side in (tgt_in, tgt_out))
+                assert (source[-1], read[0], target[-1]) == (2, 1, 2)
+                assert read[1:] == target[:-1]
+                found.append((source[:-1], target[:-1]))
+    assert sorted(found) == sorted(zip(*sides, strict=True))

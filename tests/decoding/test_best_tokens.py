@@ -1,0 +1,47 @@
+"""The best next tokens against a sort of all log-probabilities by NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.decoding.best_tokens import best_tokens, top
+
+
+@pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])
+def test_top_is_top_k_with_ties(v, n):
+    """Few different values, so that the best are many times there, in one block of the vocabulary and in several."""
+    for values in (3, 40, 10**6):
+        x = jnp.asarray(np.random.default_rng(v).integers(0, values, (6, v)).astype(np.float32))
+        for found, expected in zip(jax.jit(top, static_argnums=1)(x, n), jax.lax.top_k(x, n), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("v", [6, 900])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_best_tokens_are_those_of_a_softmax(v, renormalise):
+    logits = np.random.default_rng(0).normal(0, 3, (4, v))
+    forbidden, pad = (1, 4), 2
+    kept = np.delete(np.exp(logits), forbidden, axis=1) if renormalise else np.exp(logits)
+    expected = logits - np.log(kept.sum(axis=1, keepdims=True))
+    expected[:, [*forbidden, pad]] = -np.inf
+    n = 3
+    log_probs, ids = best_tokens(jnp.asarray(logits, np.float32), n, pad, forbidden, renormalise=renormalise)
+    np.testing.assert_array_equal(ids, np.argsort(-expected, axis=1)[:, :n])
+    np.testing.assert_allclose(log_probs, -np.sort(-expected, axis=1)[:, :n], rtol=1e-5)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_impossible_tokens_have_minus_infinity_and_no_nan(renormalise):
+    logits = jnp.array([[1.0, 2.0, 3.0], [-jnp.inf, 0.0, -jnp.inf], [-jnp.inf, -jnp.inf, -jnp.inf]])
+    log_probs, _ = best_tokens(logits, 3, 0, (2,), renormalise=renormalise)
+    assert not np.isnan(log_probs).any()
+    assert np.isfinite(log_probs).tolist() == [[True, False, False], [True, False, False], [False] * 3]
+    log_probs, _ = best_tokens(logits, 3, 0, (0, 1, 2), renormalise=renormalise)
+    assert np.all(log_probs == -np.inf)
+
+
+def test_dtypes_are_at_least_float32():
+    assert best_tokens(jnp.zeros((1, 9), jnp.bfloat16), 2, 0)[0].dtype == np.float32
+    with jax.enable_x64(True):
+        assert best_tokens(jnp.zeros((1, 9), jnp.float64), 2, 0)[0].dtype == np.float64

@@ -1,0 +1,120 @@
+"""One position after the other: against the whole decoder at once, for one hypothesis and for those of a beam."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_cases import CONFIGS, apply, every_config, model_and_inputs, to_jax
+
+from transformer_jax.errors import UserError
+from transformer_jax.model import decoding_step
+from transformer_jax.model.decoding_step import decoder_weights, grow, init_cache, reorder
+from transformer_jax.model.quantization import Int8Matrix
+from transformer_jax.model.transformer import Transformer
+
+decode_step = jax.jit(decoding_step.decode_step, static_argnames="config")
+
+
+def prepared(config, params, src, *, rows=(0, 2), **options):
+    """Weights, memory, the source's mask, and an empty cache. Rows: a source, and an empty one."""
+    src = src[np.array(rows)]
+    memory = apply(Transformer(config), params, src, method="encode")
+    src_mask = jnp.asarray(src != config.pad_id)[:, None, None, :]
+    weights = decoder_weights(to_jax(params), config)
+    return weights, memory, src_mask, init_cache(weights, memory, src_mask, config=config, **options)
+
+
+@pytest.mark.parametrize("name", **every_config)
+def test_decoding_with_the_cache_is_decoding_without(name):
+    config, model, params, src, tgt_in = model_and_inputs(name)
+    tgt_in = jnp.asarray(tgt_in[np.array([0, 2])])  # targets without padding
+    # More room than needed: what is not filled must not be seen.
+    weights, memory, src_mask, cache = prepared(config, params, src, max_length=6)
+    expected = apply(model, params, tgt_in, memory, src_mask, method="decode")
+    for position in range(4):
+        assert cache.position == position
+        logits, cache = decode_step(weights, jnp.asarray(tgt_in[:, position]), cache, config=config)
+        np.testing.assert_allclose(logits, expected[:, position], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["paper", "decoder's own heads", "learned"])
+def test_hypotheses_that_change_places_are_those_decoded_alone(name):
+    """A random beam: each step takes rows from others, some twice, some never; and the cache grows on its way."""
+    config, model, params, src, _ = model_and_inputs(name)
+    rng, k = np.random.default_rng(0), 3
+    weights, memory, src_mask, cache = prepared(config, params, src, max_length=2, beam_size=k)
+    beams = np.zeros((2, k, 0), np.int32)
+    for position in range(4):
+        if position == 2:
+            cache = grow(cache, 4)
+        new = rng.integers(3, 11, (2, k, 1), np.int32)
+        beams = np.concatenate([beams, new], axis=2)
+        logits, cache = decode_step(weights, jnp.asarray(new.reshape(-1)), cache, config=config)
+        for j in range(k):
+            expected = apply(model, params, jnp.asarray(beams[:, j]), memory, src_mask, method="decode")[:, -1]
+            np.testing.assert_allclose(logits.reshape(2, k, -1)[:, j], expected, rtol=1e-5, atol=1e-5)
+        parents = rng.integers(0, k, (2, k))
+        beams = np.take_along_axis(beams, parents[:, :, None], axis=1)
+        cache = reorder(cache, jnp.asarray((parents + np.array([[0], [k]])).reshape(-1)))
+
+
+def test_the_source_is_kept_once_and_never_changes():
+    config, _, params, src, _ = model_and_inputs("decoder's own heads")
+    weights, _, _, cache = prepared(config, params, src, max_length=4, beam_size=3)
+    size = config.decoder
+    for layer in cache.cross:
+        assert layer.key.shape == (2 * size.num_heads, src.shape[1], size.d_k)
+        assert layer.value.shape == (2 * size.num_heads, src.shape[1], size.d_v)
+    _, after = decoding_step.decode_step(weights, jnp.full((6,), 5, jnp.int32), cache, config=config)
+    assert all(one is other for one, other in zip(*map(jax.tree.leaves, (cache.cross, after.cross)), strict=True))
+
+
+def test_cache_in_bfloat16():
+    config, _, params, src, tgt_in = model_and_inputs("paper")
+    config = dataclasses.replace(config, dtype="bfloat16")
+    weights, _, _, cache = prepared(config, params, src, rows=range(len(src)), max_length=4)
+    assert {leaf.dtype for leaf in jax.tree.leaves((cache.past, cache.cross))} == {jnp.dtype("bfloat16")}
+    logits, _ = decode_step(weights, jnp.asarray(tgt_in[:, 0]), cache, config=config)
+    assert logits.dtype == jnp.float32
+    expected = apply(Transformer(config), params, src, tgt_in)[:, 0]
+    np.testing.assert_allclose(logits, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("rows", [(0,), (0, 2)])
+def test_int8_is_near(rows):
+    config, model, params, src, tgt_in = model_and_inputs("paper")
+    _, memory, src_mask, _ = prepared(config, params, src, rows=rows, max_length=4)
+    weights = decoder_weights(to_jax(params), config, int8=True)
+    assert all(
+        isinstance(part.matrix, Int8Matrix) for layer in weights.layers for part in layer if hasattr(part, "matrix")
+    )
+    cache = init_cache(weights, memory, src_mask, config=config, max_length=4)
+    tokens = jnp.asarray(tgt_in[np.array(rows), 0])
+    logits, _ = decode_step(weights, tokens, cache, config=config)
+    expected = apply(model, params, tokens[:, None], memory, src_mask, method="decode")[:, 0]
+    assert 1e-5 < np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_learned_positions_have_an_end():
+    config = dataclasses.replace(CONFIGS["learned"], max_length=6)
+    _, _, params, src, _ = model_and_inputs("learned")
+    params = params | {side: {"table": params[side]["table"][:6]} for side in ("source_positions", "target_positions")}
+    with pytest.raises(UserError, match=r"translation of 7 tokens .* learned position table of model\.max_length 6"):
+        prepared(config, params, src, max_length=7)
+
+
+def test_one_trace_for_all_steps_of_a_cache():
+    config, _, params, src, tgt_in = model_and_inputs("learned")
+    traces = []
+
+    @jax.jit
+    def step(weights, tokens, cache):
+        traces.append(tokens.shape)
+        return decoding_step.decode_step(weights, tokens, cache, config=config)
+
+    weights, _, _, cache = prepared(config, params, src, rows=range(len(src)), max_length=4)
+    for position in range(4):
+        _, cache = step(weights, jnp.asarray(tgt_in[:, position]), cache)
+    assert traces == [(4,)]

@@ -1,0 +1,157 @@
+"""How the model is computed changes nothing of what it computes: fused attention, remat, the loop over layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_cases import apply, as_float32, random_params, sentences, tiny
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model import attention
+from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from transformer_jax.model.transformer import Transformer, abstract_params, attention_maps
+
+WAYS = ({"remat": "layers"}, {"scan_layers": True}, {"scan_layers": True, "remat": "layers"})
+
+
+def inputs(dtype=jnp.float32, length=4):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(key, (2, length, 2, 8)).astype(dtype) for key in keys]
+
+
+MASK = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)[:, None, None]
+
+
+def test_the_fused_function_is_the_equation_and_a_row_that_may_attend_to_nothing_gives_zeros():
+    """The function that hands over to cuDNN, here with JAX's own implementation behind it."""
+    query, key, value = inputs()
+    for mask in (None, MASK, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK):
+        found = attention._fused_attention(query, key, value, mask, "xla")
+        expected = scaled_dot_product_attention(query, key, value, mask)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        if mask is not None:
+            assert not np.any(found[1])
+
+
+@pytest.fixture
+def nvidia(monkeypatch):
+    """What is compiled for an NVIDIA GPU may be looked at without one."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    class Device:
+        device_kind = "NVIDIA H100"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+
+
+def for_cuda(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_cudnn_computes_attention_and_its_gradient_where_it_can(nvidia):
+    query, key, value = inputs(jnp.bfloat16)
+
+    def total(query, kernel="auto"):
+        return jnp.sum(scaled_dot_product_attention(query, key, value, MASK, kernel).astype(jnp.float32))
+
+    text = for_cuda(jax.grad(total), query)
+    assert "fmhaScaleBiasSoftmax(" in text
+    assert "fmhaScaleBiasSoftmaxBackward" in text
+    assert "cudnn" not in for_cuda(lambda query: total(query, "xla"), query)
+    odd = inputs(jnp.bfloat16, length=3)
+    for other in (odd, inputs(jnp.float32)):
+        assert "cudnn" not in for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="auto"), *other)
+        with pytest.raises(UserError, match=r"model\.attention_kernel is 'cudnn'.*even lengths"):
+            for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="cudnn"), *other)
+
+
+def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
+    x = jnp.zeros((2, 4, 16), jnp.bfloat16)
+    for rate, is_fused in ((0.0, True), (0.5, False)):
+        module = MultiHeadAttention(16, 2, 8, 8, dropout_rate=rate, kernel="auto", dtype="bfloat16")
+        params = jax.eval_shape(module.init, jax.random.key(0), x, x)["params"]
+
+        def train(params, module=module):
+            rngs = {"dropout": jax.random.key(0)}
+            return module.apply({"params": params}, x, x, MASK, deterministic=False, rngs=rngs)
+
+        assert ("cudnn" in for_cuda(train, params)) == is_fused
+
+
+def test_cudnn_is_refused_where_it_can_never_serve():
+    with pytest.raises(UserError, match=r"model\.attention_kernel is 'cudnn'"):
+        ModelConfig(attention_kernel="cudnn")
+    query, key, value = inputs(jnp.bfloat16)
+    with pytest.raises(UserError, match="NVIDIA GPU"):
+        scaled_dot_product_attention(query, key, value, kernel="cudnn")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("stacks", [{"num_layers": 3}, {"decoder_num_layers": 1, "norm_position": "pre"}], ids=str)
+def test_remat_and_scan_change_neither_logits_nor_gradients(way, stacks):
+    config = tiny(**stacks)
+    params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
+    other = dataclasses.replace(config, **way)
+    assert jax.tree.structure(abstract_params(other)) == jax.tree.structure(abstract_params(config))
+
+    def loss(params, config):
+        return jnp.sum(jnp.square(apply(Transformer(config), params, src, tgt_in)))
+
+    (expected, expected_grads), (found, grads) = (
+        jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, one) for one in (config, other)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-3, atol=1e-3 * np.abs(expected_grad).max())
+
+
+def test_remat_leaves_the_dropout_as_it_is_and_the_loop_drops_out_in_every_layer():
+    config = tiny(num_layers=3, residual_dropout=0.5)
+    params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
+
+    def logits(key, **way):
+        model = Transformer(dataclasses.replace(config, **way))
+        return apply(model, params, src, tgt_in, deterministic=False, rngs={"dropout": jax.random.key(key)})
+
+    np.testing.assert_allclose(logits(0, remat="layers"), logits(0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(logits(0, scan_layers=True), logits(0, scan_layers=True))
+    assert not np.allclose(logits(0, scan_layers=True), logits(1, scan_layers=True))
+
+
+def test_the_loop_is_one_in_the_program_and_its_maps_can_still_be_seen():
+    config = tiny(num_layers=6)
+    params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
+
+    def products(config):
+        return jax.jit(Transformer(config).apply).lower({"params": params}, src, tgt_in).as_text().count("dot_general")
+
+    looped = dataclasses.replace(config, scan_layers=True)
+    assert products(looped) < products(config) / 4
+    ids = jnp.asarray(src), jnp.asarray(tgt_in)
+    arrays = jax.tree.map(jnp.asarray, params)
+    maps, expected = (attention_maps(Transformer(one), arrays, *ids) for one in (looped, config))
+    assert len(maps) == 18
+    np.testing.assert_array_equal(maps["decoder/layer_5/cross_attention"], expected["decoder/layer_5/cross_attention"])
+
+
+def test_remat_keeps_less():
+    """In the loop over layers: without it XLA's CPU backend computes all layers again before it needs the first."""
+    config = ModelConfig(vocab_size=50, d_model=32, num_layers=6, num_heads=2, d_ff=256)
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+
+    def compiled(**way):
+        model = Transformer(dataclasses.replace(config, **way))
+
+        def loss(params, src, tgt_in):
+            return jnp.sum(model.apply({"params": params}, src, tgt_in))
+
+        return jax.jit(jax.grad(loss)).lower(abstract_params(config), tokens, tokens).compile()
+
+    kept, again = compiled(scan_layers=True), compiled(scan_layers=True, remat="layers")
+    assert again.memory_analysis().temp_size_in_bytes < kept.memory_analysis().temp_size_in_bytes / 3
+    assert 1.2 < compiled(remat="layers").cost_analysis()["flops"] / compiled().cost_analysis()["flops"] < 1.4

@@ -1,0 +1,82 @@
+"""The loss that makes the logits itself, a part at a time, against the one that is given them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.model.embedding import OutputWeights, logits_from
+from transformer_jax.training.loss import cross_entropy
+from transformer_jax.training.projected_loss import projected_cross_entropy
+
+B, T, D, V = 3, 5, 4, 7
+
+
+def example(has_bias, dtype="float64", pad_id=0):
+    rng = np.random.default_rng(0)
+    bias = jnp.asarray(rng.normal(size=V), dtype) if has_bias else None
+    output = OutputWeights(jnp.asarray(rng.normal(size=(V, D)), dtype), bias)
+    targets = rng.integers(0, V, (B, T)).astype(np.int32)
+    targets[0, 3:] = pad_id
+    return jnp.asarray(rng.normal(size=(B, T, D)), dtype), output, jnp.asarray(targets), jnp.asarray(targets != pad_id)
+
+
+@pytest.mark.parametrize("mass", ["others", "all", "others_without_pad"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("max_logits", "smoothing"), [(None, 0.1), (3 * V, 0.1), (2 * V, 0.1), (1, 0.0)])
+def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logits, smoothing):
+    with jax.enable_x64(True):
+        x, output, targets, weights = example(has_bias)
+        options = {"smoothing": smoothing, "mass": mass, "pad_id": 0}
+
+        def in_parts(x, output):
+            found = projected_cross_entropy(x, output, targets, weights, max_logits=max_logits, **options)
+            return 1.7 * found.loss_sum, found
+
+        def at_once(x, output):
+            found = cross_entropy(logits_from(x, output), targets, weights, **options)
+            return 1.7 * found.loss_sum, found
+
+        (_, found), grads = jax.jit(jax.value_and_grad(in_parts, argnums=(0, 1), has_aux=True))(x, output)
+        (_, expected), expected_grads = jax.value_and_grad(at_once, argnums=(0, 1), has_aux=True)(x, output)
+        alone = jax.jit(in_parts)(x, output)[1]
+    for sums in (found, alone):
+        np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert grad.dtype == jnp.float64
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-10, atol=1e-12)
+    assert not np.any(grads[0][0, 3:])  # positions that do not count
+
+
+def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
+    x, output, targets, weights = example(True, "float32")
+    rounded = x.astype(jnp.bfloat16)
+
+    def loss(x, output, max_logits):
+        return projected_cross_entropy(x, output, targets, weights, smoothing=0.1, max_logits=max_logits).loss_sum
+
+    value, grads = jax.value_and_grad(loss, argnums=(0, 1))(rounded, output, 2 * V)
+    expected, expected_grads = jax.value_and_grad(loss, argnums=(0, 1))(x, output, None)
+    assert value.dtype == jnp.float32
+    assert [leaf.dtype for leaf in jax.tree.leaves(grads)] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad.astype(jnp.float32), expected_grad, rtol=0.05, atol=0.05)
+
+
+def test_no_more_logits_than_allowed_are_held():
+    """1,024 positions and 4,096 tokens: 16 MiB of logits, or a sixteenth of them at a time."""
+    x = jax.ShapeDtypeStruct((8, 128, 16), jnp.float32)
+    output = OutputWeights(jax.ShapeDtypeStruct((4096, 16), jnp.float32), None)
+    targets, weights = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8, 128), jnp.bool_)
+
+    def temporary_bytes(max_logits):
+        def loss(x, output, targets, weights):
+            return projected_cross_entropy(x, output, targets, weights, max_logits=max_logits).loss_sum
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, output, targets, weights).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole, parts = temporary_bytes(None), temporary_bytes(1024 * 4096 // 16)
+    assert whole >= 2**24
+    assert parts < whole / 4

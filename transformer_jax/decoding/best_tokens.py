@@ -1,0 +1,80 @@
+"""The few best next tokens of each row, without sorting a vocabulary or writing its log-probabilities down."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+_BLOCK = 64  # of the vocabulary, in `_top_by_blocks`: 32 to 256 are about as good
+
+
+def best_tokens(
+    logits: Float[Array, "rows v"],
+    n: int,
+    pad_id: int,
+    forbidden_ids: Sequence[int] = (),
+    *,
+    renormalise: bool = False,
+) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
+    """log P of the n most probable tokens of each row, best first, and their ids; of equal ones the lower id first.
+
+    In at least float32. PAD and the forbidden ids have -inf; what has -inf may come under any id.
+
+    Args:
+        logits: of the next token.
+        n: how many; at most v.
+        pad_id: never generated.
+        forbidden_ids: more tokens that are never generated.
+        renormalise: the forbidden ids leave the softmax (PAD does not), rather than being struck out after it.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    forbidden, impossible = np.zeros((2, 1, logits.shape[-1]), bool)
+    forbidden[:, list(forbidden_ids)] = True
+    impossible[:, [*forbidden_ids, pad_id]] = True
+    allowed = jnp.where(forbidden, -jnp.inf, logits) if renormalise else logits
+    normaliser = jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
+    best, ids = top(jnp.where(impossible, -jnp.inf, logits), n)
+    return jnp.where(best == -jnp.inf, -jnp.inf, best - normaliser), ids  # where: -inf - -inf is NaN
+
+
+def top(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
+    """`jax.lax.top_k`, which is a hundred times slower on CPUs where v is large; what is -inf may come at any place."""
+    if x.shape[1] <= _BLOCK:
+        return _top_sorted(x, n)
+    if n == 1:
+        return _top_one_by_one(x, 1)
+    return jax.lax.platform_dependent(x, cpu=partial(_top_by_blocks, n=n), default=partial(_top_sorted, n=n))
+
+
+def _top_sorted(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
+    best, ids = jax.lax.top_k(x, n)
+    return best, ids
+
+
+def _top_by_blocks(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
+    """The n best are in the n blocks whose best are best: only these are searched."""
+    rows, v = x.shape
+    if v <= n * _BLOCK:
+        return _top_one_by_one(x, n)
+    x = jnp.pad(x, ((0, 0), (0, -v % _BLOCK)), constant_values=-jnp.inf)
+    blocks = x.reshape(rows, -1, _BLOCK)
+    chosen = jnp.sort(_top_one_by_one(jnp.max(blocks, axis=2), n)[1], axis=1)  # in order, so that the lower id is first
+    best, places = _top_one_by_one(jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1), n)
+    return best, jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
+
+
+def _top_one_by_one(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
+    """n times the largest, of equal ones the first: reductions, which run as fast as memory is read."""
+    v = x.shape[1]
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+
+    def take_largest(x: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+        largest = jnp.max(x, axis=1, keepdims=True)
+        first = jnp.min(jnp.where(x == largest, ids, v - 1), axis=1, keepdims=True)
+        return jnp.where(ids == first, -jnp.inf, x), (largest[:, 0], first[:, 0])
+
+    _, (best, places) = jax.lax.scan(take_largest, x, length=n)
+    return best.T, places.T
