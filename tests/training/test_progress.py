@@ -26,6 +26,19 @@ def test_a_terminal_has_a_bar_with_all_figures(monkeypatch):
         assert figure in seen.rpartition("\r")[2]
 
 
+def test_compilation_does_not_count_for_the_time_left(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    with Progress(2, 12) as progress:
+        now[0] = 1000.0
+        progress.restart()
+        now[0] += 20.0
+        progress.advance()
+        progress.advance()
+        progress.show(1.0, 1.0, 1.0)
+    assert "01:20 left" in capsys.readouterr().err  # 8 steps of 10 s
+
+
 def test_elsewhere_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])

@@ -121,6 +121,7 @@ def fit(
         )
         last_save_time = time.monotonic()
         watch.restart()
+        progress.restart()
         batches = batches_from(step)
         while step < training.num_steps and not signals.received:
             tracing.before(step + 1)

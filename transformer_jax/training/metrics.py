@@ -72,6 +72,11 @@ class Progress:
     ) -> None:
         self._bar.close()
 
+    def restart(self) -> None:
+        """The steps begin now: what was before does not count for the time left."""
+        self._start = (time.monotonic(), self._step)
+        self._bar.unpause()
+
     def advance(self) -> None:
         """One more step is done."""
         self._step += 1
