@@ -34,7 +34,7 @@ def parts(scale: str) -> list[Part]:
         decoding = ["--beams", "1", "--batches", "2", "--pairs", "ours:ctranslate2_float32", *tiny]
         return [
             Part("base", ["training_step", "--peers", "autocast", *step], 300),
-            Part("choices", ["variants", "--check-kernels", "--vary", "attention_kernel=cudnn", *step], 300),
+            Part("choices", ["variants", "--check-kernels", "--vary", "attention_kernel=xla", *step], 300),
             Part("decoding", ["decoding", *decoding], 300),
         ]
     rounds = ["--rounds", "5", "--turn-seconds", "1"]
@@ -42,7 +42,7 @@ def parts(scale: str) -> list[Part]:
     base = ["--sizes", "base", "--rows", "392", *step]
     big, half = (["--sizes", "big", "--rows", rows, *step] for rows in ("392", "196"))
     best = ["--peers", "compile_autocast"]
-    choices = ["--vary", "dropout_generator=hash,threefry", "--vary", "attention_kernel=xla,cudnn", "--check-kernels"]
+    choices = ["--vary", "dropout_generator=hash,threefry", "--vary", "attention_kernel=xla", "--check-kernels"]
     more = ["--vary", "logits_megabytes=64,1024,100000", "--vary", "scan_layers=true"]
     corpus = ["--corpora", "wmt", "--pairs", "100000", "--batch-tokens", "25000", "--dtype", "bfloat16"]
     return [

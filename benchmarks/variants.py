@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags.add_argument("--rows", type=int)
     flags.add_argument("--length", type=int)
     flags.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    flags.add_argument("--check-kernels", action="store_true", help="attention_kernel xla and cudnn: equal results?")
+    flags.add_argument("--check-kernels", action="store_true", help="attention_kernel xla and auto: equal results?")
     options = flags.parse_args(arguments)
     variants: dict[str, dict[str, Any]] = {DEFAULTS: {}}
     for text in options.vary:
@@ -129,7 +129,7 @@ def check_kernels(spec: Mapping[str, Any]) -> Answer:
         }
 
     exact, answer = outputs("xla", "float32"), {}
-    for kernel in ("xla", "cudnn"):
+    for kernel in ("xla", "auto"):
         try:
             found = outputs(kernel, "bfloat16")
         except Exception as error:
@@ -139,9 +139,9 @@ def check_kernels(spec: Mapping[str, Any]) -> Answer:
             name: float(jnp.linalg.norm(found[name].astype(jnp.float32) - exact[name]) / jnp.linalg.norm(exact[name]))
             for name in exact
         }
-    errors = [answer[kernel].get("logits") for kernel in ("xla", "cudnn")]
+    errors = [answer[kernel].get("logits") for kernel in ("xla", "auto")]
     if None not in errors:
-        answer["equal"] = all(answer["cudnn"][name] <= 1.5 * answer["xla"][name] for name in exact)
+        answer["equal"] = all(answer["auto"][name] <= 1.5 * answer["xla"][name] for name in exact)
     return answer
 
 

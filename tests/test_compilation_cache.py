@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from transformer_jax import cli
+from transformer_jax import cli, compilation_cache
 from transformer_jax.compilation_cache import VARIABLE, use_compilation_cache
 
 PROGRAM = """
@@ -33,6 +33,16 @@ def test_the_folder_is_in_the_users_cache_unless_the_environment_names_one(no_va
     monkeypatch.setenv(VARIABLE, "elsewhere")
     use_compilation_cache()
     assert os.environ[VARIABLE] == "elsewhere"
+
+
+def test_without_a_home_there_is_none(no_variable, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(compilation_cache.Path, "home", no_home)
+    use_compilation_cache()
+    assert VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize(("flags", "is_set"), [([], True), (["--no-compilation-cache"], False)])

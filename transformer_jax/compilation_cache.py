@@ -9,7 +9,11 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 def use_compilation_cache() -> None:
     """Must be called before jax is imported. A folder that the environment names already is left as it is.
 
-    jax takes an entry that it cannot read for missing, with a warning, and an unwritable folder too.
+    jax takes an entry that it cannot read for missing, with a warning, and an unwritable folder too. A user without a
+    home has no cache.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return
     os.environ.setdefault(VARIABLE, str(home / "transformer_jax" / "compiled"))

@@ -112,9 +112,9 @@ class ModelConfig:
     """Of the computation. Softmax, LayerNorm and logits are computed in at least float32."""
     param_dtype: FloatType = "float32"
     """Of the parameters."""
-    attention_kernel: Literal["auto", "xla", "cudnn"] = "auto"
-    """What computes attention. xla: three operations. cudnn: NVIDIA's fused kernel, with dtype bfloat16 and without
-    attention_dropout. auto: cudnn where it can serve."""
+    attention_kernel: Literal["auto", "xla"] = "auto"
+    """What computes attention. xla: three operations. auto: cuDNN's fused kernel where it can serve, on NVIDIA GPUs
+    since Ampere, with dtype bfloat16 and without attention_dropout; xla elsewhere."""
     remat: Literal["none", "layers"] = "none"
     """layers: the backward pass computes each layer again rather than keeping what is inside it: less memory, a third
     more work. On CPUs it needs scan_layers."""
@@ -157,11 +157,6 @@ class ModelConfig:
             self.tie_embeddings != "all" or self.source_vocab_size in (None, self.vocab_size),
             f"model.source_vocab_size {self.source_vocab_size} differs from model.vocab_size {self.vocab_size}: "
             "with model.tie_embeddings 'all' they must be equal (use 'target' or 'none')",
-        )
-        _require(
-            self.attention_kernel != "cudnn" or (self.dtype == "bfloat16" and not self.attention_dropout),
-            f"model.attention_kernel is 'cudnn', model.dtype {self.dtype!r} and model.attention_dropout "
-            f"{self.attention_dropout}: that kernel needs bfloat16 and no dropout",
         )
         _require(
             self.norm_variant == "standard" or self.d_model >= 2,
@@ -361,8 +356,8 @@ class TrainingConfig:
     """Where dropout's random bits come from. hash: a hash of the element's number, a dozen instructions each. threefry:
     JAX's own generator, several times as many."""
     logits_megabytes: int = 256
-    """Logits of a training step that may be held at a time, in millions of bytes on a device: where a batch has more,
-    the loss and its gradient are computed in parts, with the same result."""
+    """Logits that may exist at a time, in millions of bytes of float32 on a device: where a batch has more, the loss
+    and its gradient, for which two or three such arrays are needed, are computed in parts, with the same result."""
     mesh_data: int = -1
     """Devices along the mesh axis 'data' (batches split); -1: all that the other axes leave."""
     mesh_fsdp: int = 1

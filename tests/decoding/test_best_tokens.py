@@ -45,3 +45,12 @@ def test_dtypes_are_at_least_float32():
     assert best_tokens(jnp.zeros((1, 9), jnp.bfloat16), 2, 0)[0].dtype == np.float32
     with jax.enable_x64(True):
         assert best_tokens(jnp.zeros((1, 9), jnp.float64), 2, 0)[0].dtype == np.float64
+
+
+@pytest.mark.parametrize("possible", [1, 100, 300, 1000])
+def test_no_token_comes_twice_where_few_of_many_are_possible(possible):
+    """Most blocks of the vocabulary have no token that may be generated: none of the others is searched twice."""
+    logits = -0.01 * jnp.arange(2000.0)[None]
+    log_probs, ids = best_tokens(logits, 8, 0, range(possible + 1, 2000))
+    found = [int(token) for token, log_prob in zip(ids[0], log_probs[0], strict=True) if log_prob > -np.inf]
+    assert found == list(range(1, 1 + min(8, possible)))

@@ -9,7 +9,6 @@ import pytest
 from model_cases import apply, as_float32, random_params, sentences, tiny
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.model import attention
 from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
 from transformer_jax.model.transformer import Transformer, abstract_params, attention_maps
@@ -27,8 +26,8 @@ MASK = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)[:, None, None]
 
 def test_the_fused_function_is_the_equation_and_a_row_that_may_attend_to_nothing_gives_zeros():
     """The function that hands over to cuDNN, here with JAX's own implementation behind it."""
-    query, key, value = inputs()
-    for mask in (None, MASK, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK):
+    for length, mask in ((4, None), (4, MASK), (4, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK), (3, None)):
+        query, key, value = inputs(length=length)
         found = attention._fused_attention(query, key, value, mask, "xla")
         expected = scaled_dot_product_attention(query, key, value, mask)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -43,10 +42,12 @@ def nvidia(monkeypatch):
 
     class Device:
         device_kind = "NVIDIA H100"
+        compute_capability = "9.0"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
+    return Device
 
 
 def for_cuda(function, *args):
@@ -63,11 +64,20 @@ def test_cudnn_computes_attention_and_its_gradient_where_it_can(nvidia):
     assert "fmhaScaleBiasSoftmax(" in text
     assert "fmhaScaleBiasSoftmaxBackward" in text
     assert "cudnn" not in for_cuda(lambda query: total(query, "xla"), query)
-    odd = inputs(jnp.bfloat16, length=3)
-    for other in (odd, inputs(jnp.float32)):
-        assert "cudnn" not in for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="auto"), *other)
-        with pytest.raises(UserError, match=r"model\.attention_kernel is 'cudnn'.*even lengths"):
-            for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="cudnn"), *other)
+    assert "cudnn" not in for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="auto"), *inputs())
+
+
+def test_a_whole_model_takes_it_at_odd_lengths_too_and_an_old_gpu_does_not(nvidia, monkeypatch):
+    config = ModelConfig(vocab_size=11, d_model=16, num_heads=2, d_ff=16, num_layers=1, dtype="bfloat16")
+    model, params = Transformer(config), abstract_params(config)
+    tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
+
+    def loss(params, src, tgt_in):
+        return jnp.sum(model.apply({"params": params}, src, tgt_in))
+
+    assert for_cuda(jax.grad(loss), params, tokens, tokens).count("fmhaScaleBiasSoftmaxBackward") == 3
+    monkeypatch.setattr(nvidia, "compute_capability", "7.5")
+    assert "cudnn" not in for_cuda(lambda *args: loss(*args), params, tokens, tokens)
 
 
 def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
@@ -81,14 +91,6 @@ def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
             return module.apply({"params": params}, x, x, MASK, deterministic=False, rngs=rngs)
 
         assert ("cudnn" in for_cuda(train, params)) == is_fused
-
-
-def test_cudnn_is_refused_where_it_can_never_serve():
-    with pytest.raises(UserError, match=r"model\.attention_kernel is 'cudnn'"):
-        ModelConfig(attention_kernel="cudnn")
-    query, key, value = inputs(jnp.bfloat16)
-    with pytest.raises(UserError, match="NVIDIA GPU"):
-        scaled_dot_product_attention(query, key, value, kernel="cudnn")
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -67,6 +67,16 @@ def test_encode_and_decode_take_segments_one_by_one():
     mask = (tgt_segments[:, :, None] == src_segments[:, None, :]) & (src_segments != 0)[:, None, :]
     again = apply(model, params, tgt_in, memory, mask[:, None], segments=tgt_segments, method="decode")
     np.testing.assert_array_equal(again, logits)
+    with pytest.raises(ValueError, match="masks and segments"):
+        apply(
+            model,
+            params,
+            src,
+            tgt_in,
+            src_mask=mask[:, None, :1],
+            src_segments=src_segments,
+            tgt_segments=tgt_segments,
+        )
     with pytest.raises(ValueError, match="segments of one side alone"):
         apply(model, params, src, tgt_in, src_segments=src_segments)
 

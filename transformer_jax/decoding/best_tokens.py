@@ -71,10 +71,13 @@ def _top_one_by_one(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "ro
     v = x.shape[1]
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
-    def take_largest(x: Array, _: None) -> tuple[Array, tuple[Array, Array]]:
+    def take_largest(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        x, is_left = carry
         largest = jnp.max(x, axis=1, keepdims=True)
-        first = jnp.min(jnp.where(x == largest, ids, v - 1), axis=1, keepdims=True)
-        return jnp.where(ids == first, -jnp.inf, x), (largest[:, 0], first[:, 0])
+        # Those that were taken are -inf too: of several -inf the first that is left is taken, no place twice.
+        first = jnp.min(jnp.where((x == largest) & is_left, ids, v - 1), axis=1, keepdims=True)
+        is_taken = ids == first
+        return (jnp.where(is_taken, -jnp.inf, x), is_left & ~is_taken), (largest[:, 0], first[:, 0])
 
-    _, (best, places) = jax.lax.scan(take_largest, x, length=n)
+    _, (best, places) = jax.lax.scan(take_largest, (x, jnp.ones(x.shape, bool)), length=n)
     return best.T, places.T

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.decoding.search import beam_search, greedy_search
+from transformer_jax.errors import UserError
 from transformer_jax.model.decoding_step import (
     Cache,
     DecoderWeights,
@@ -81,11 +82,20 @@ def search(
         max_length: the largest limit possible: the width of the result.
         n_best: hypotheses wanted for each row.
         forbidden_ids: ids that are never generated, besides padding.
+
+    Raises:
+        UserError: `max_length` is more than the learned position table has.
     """
+    model = Transformer(computing(model.config, decoding.weights))
     config, beam_size = model.config, decoding.beam_size
     prepared = params if isinstance(params, Prepared) else prepare(params, config, decoding.weights)
     src_mask = padding_mask(src, config.pad_id)
     memory = model.apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
+    if prepared.decoder.positions is not None and max_length > len(prepared.decoder.positions):
+        raise UserError(
+            f"a translation of {max_length} tokens is longer than the {len(prepared.decoder.positions)} rows that the "
+            f"learned position table of model.max_length {config.max_length} has for it"
+        )
     spans = tuple(span for span in SPANS if span < max_length)
     cache = init_cache(
         prepared.decoder,

@@ -40,14 +40,17 @@ class Report:
     translations: list[str]
 
 
-_eval_step = partial(jax.jit, static_argnames="model")(eval_step)
+_MAX_LOGITS = 64 * 10**6  # held at a time
+_eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
 
 
 def corpus_loss(params: Params, batches: Iterable[Batch], model: Transformer, mesh: Mesh | None = None) -> float:
     """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64."""
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
-        sums = jax.device_get(_eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model))
+        sums = jax.device_get(
+            _eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model, max_logits=_MAX_LOGITS)
+        )
         loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
     return loss_sum / max(num_tokens, 1)
 

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from transformer_jax.errors import UserError
 from transformer_jax.model.initializers import Initialization, attention_initializer, xavier_uniform
 
-AttentionKernel = Literal["auto", "xla", "cudnn"]
+AttentionKernel = Literal["auto", "xla"]
 
 
 def attention_weights(
@@ -45,36 +44,25 @@ def scaled_dot_product_attention(
 
     Args:
         query, key, value, mask: as in the paper; True = may attend.
-        kernel: xla: the two functions above. cudnn: NVIDIA's fused kernel, which never writes the weights to memory.
-            auto: cudnn where `fits_cudnn`.
-
-    Raises:
-        UserError: cudnn was asked for and cannot compute this.
+        kernel: xla: the two functions above. auto: where `fits_cudnn`, NVIDIA's fused kernel, which never writes the
+            weights to memory.
 
     >>> scaled_dot_product_attention(jnp.zeros((1, 1, 1, 2)), jnp.zeros((1, 2, 1, 2)), jnp.array([[[[1.0]], [[3.0]]]]))
     Array([[[[2.]]]], dtype=float32)
     """
-    fits = fits_cudnn(query, key, value)
-    if kernel == "cudnn" and not fits:
-        raise UserError(
-            f"model.attention_kernel is 'cudnn' and the queries are {query.dtype} of shape {query.shape}, on "
-            f"{jax.default_backend()}: it needs an NVIDIA GPU, bfloat16, even lengths and heads of at most 128, a "
-            "multiple of 8"
-        )
-    if kernel == "xla" or not fits:
-        return weighted_sum(attention_weights(query, key, mask), value)
-    return _fused_attention(query, key, value, mask, "cudnn")
+    if kernel == "auto" and fits_cudnn(query, key, value):
+        return _fused_attention(query, key, value, mask, "cudnn")
+    return weighted_sum(attention_weights(query, key, mask), value)
 
 
 def fits_cudnn(
     query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], value: Float[Array, "b s h d_v"]
 ) -> bool:
-    """Whether cuDNN's kernel is there and has a gradient for these dtypes and shapes."""
-    t, d_k, s, d_v = query.shape[1], query.shape[3], *value.shape[1::2]
-    is_even = t % 2 == 0 and s % 2 == 0
+    """Whether cuDNN's kernel is there (NVIDIA GPUs since Ampere) and computes these dtypes and widths of heads."""
+    device = jax.devices()[0]
+    is_there = "NVIDIA" in device.device_kind and float(device.compute_capability) >= 8
     is_bfloat16 = all(array.dtype == jnp.bfloat16 for array in (query, key, value))
-    is_nvidia = "NVIDIA" in jax.devices()[0].device_kind
-    return is_nvidia and is_bfloat16 and is_even and d_k == d_v <= 128 and d_k % 8 == 0
+    return is_there and is_bfloat16 and query.shape[3] == value.shape[3] <= 128 and query.shape[3] % 8 == 0
 
 
 def _fused_attention(
@@ -85,12 +73,15 @@ def _fused_attention(
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "b t h d_v"]:
     """As above, by one function of JAX, which spreads the weights of a row that may attend to nothing evenly."""
-    if mask is None:
-        return jax.nn.dot_product_attention(query, key, value, implementation=implementation)
-    whole = jnp.broadcast_to(mask, (*mask.shape[:2], query.shape[1], key.shape[1]))
-    found = jax.nn.dot_product_attention(query, key, value, mask=whole, implementation=implementation)
-    attends = jnp.any(mask, axis=-1, keepdims=True)  # #b #h #t 1
-    return jnp.where(jnp.swapaxes(attends, 1, 2), found, 0)
+    t, s = query.shape[1], key.shape[1]
+    mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
+    mask = jnp.broadcast_to(mask, (*mask.shape[:2], t, s))
+    # The kernel's gradient is for even lengths alone.
+    query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, t % 2), (0, s % 2)))
+    found = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
+    attends = jnp.any(mask, axis=-1, keepdims=True)  # #b #h t 1
+    return jnp.where(jnp.swapaxes(attends, 1, 2), found, 0)[:, :t]
 
 
 class MultiHeadAttention(nn.Module):
@@ -142,9 +133,9 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "b t d_model"]:
         """Queries from `x`, keys and values from `memory` (for self-attention, `x` again)."""
         query, key, value = self.query(x), self.key(memory), self.value(memory)
-        is_fused = self.kernel == "cudnn" or (self.kernel == "auto" and fits_cudnn(query, key, value))
-        if is_fused and (deterministic or not self.dropout_rate):
-            return self.output(scaled_dot_product_attention(query, key, value, mask, "cudnn"))
+        has_dropout = self.dropout_rate > 0 and not deterministic
+        if self.kernel == "auto" and not has_dropout and fits_cudnn(query, key, value):
+            return self.output(scaled_dot_product_attention(query, key, value, mask, "auto"))
         weights = self.dropout(self.weights(query, key, mask), deterministic=deterministic)
         return self.output(weighted_sum(weights, value))
 

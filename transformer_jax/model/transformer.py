@@ -72,7 +72,7 @@ class Transformer(nn.Module):
         start at 0. With `deterministic=False` dropout is on and needs `rngs={"dropout": key}`.
 
         Raises:
-            ValueError: segments of one side alone.
+            ValueError: segments of one side alone, or masks beside them.
         """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask, "src_segments": src_segments, "tgt_segments": tgt_segments}
         return logits_from(*self.before_logits(src, tgt_in, **masks, deterministic=deterministic))
@@ -91,12 +91,16 @@ class Transformer(nn.Module):
         """The decoder's output and what makes logits of it: as a call, for a loss that makes them a part at a time."""
         if (src_segments is None) != (tgt_segments is None):
             raise ValueError("segments of one side alone: a packed batch has them on both")
+        if src_segments is not None and (src_mask is not None or tgt_mask is not None):
+            raise ValueError("masks and segments: a packed batch's segments make its masks")
         memory = self.encode(src, src_mask=src_mask, segments=src_segments, deterministic=deterministic)
         if src_segments is not None and tgt_segments is not None:
             src_mask = segment_mask(tgt_segments, src_segments)
         elif src_mask is None:
             src_mask = padding_mask(src, self.config.pad_id)
-        x = self._decoder_output(tgt_in, memory, src_mask, tgt_mask, tgt_segments, deterministic)
+        x = self.decoder_output(
+            tgt_in, memory, src_mask, tgt_mask=tgt_mask, segments=tgt_segments, deterministic=deterministic
+        )
         return x, self.output_weights()
 
     def encode(
@@ -124,17 +128,22 @@ class Transformer(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
         """Logits at every position of `tgt_in`."""
-        return self._logits(self._decoder_output(tgt_in, memory, src_mask, tgt_mask, segments, deterministic))
+        x = self.decoder_output(
+            tgt_in, memory, src_mask, tgt_mask=tgt_mask, segments=segments, deterministic=deterministic
+        )
+        return self._logits(x)
 
-    def _decoder_output(
+    def decoder_output(
         self,
         tgt_in: Int[Array, "b t"],
         memory: Float[Array, "b s d_model"],
         src_mask: Bool[Array, "b #h #t s"],
-        tgt_mask: Bool[Array, "b #h t t"] | None,
-        segments: Int[Array, "b t"] | None,
-        deterministic: bool,
+        *,
+        tgt_mask: Bool[Array, "b #h t t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
+        deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
+        """What the logits at every position of `tgt_in` are made of."""
         length = tgt_in.shape[1]
         if tgt_mask is None and segments is not None:
             tgt_mask = causal_mask(length) & segment_mask(segments, segments)

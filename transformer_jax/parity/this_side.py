@@ -46,15 +46,15 @@ class MaskedTransformer(Transformer):
 
     masks: Masks = ALL_MASKS
 
-    def __call__(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
-        """Logits, as of `Transformer`."""
+    def before_logits(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
+        """As of `Transformer`."""
         seen = padding_mask(src, self.config.pad_id)
         everything = jnp.ones_like(seen)
         memory = self.encode(
             src, src_mask=seen if self.masks.encoder_padding else everything, deterministic=deterministic
         )
         tgt_mask = target_mask(tgt_in, self.config.pad_id)
-        return self.decode(
+        x = self.decoder_output(
             tgt_in,
             memory,
             seen if self.masks.cross_padding else everything,
@@ -62,6 +62,7 @@ class MaskedTransformer(Transformer):
             tgt_mask=tgt_mask if self.masks.causal else jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape),
             deterministic=deterministic,
         )
+        return x, self.output_weights()
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,10 @@ class Side:
     masks: Masks = ALL_MASKS
 
     def astype(self, dtype: str) -> "Side":
-        """The same in another dtype, dropout off."""
+        """The same in another dtype, dropout off, and computed so that every part can be seen."""
         off = dict.fromkeys(("residual_dropout", "attention_dropout", "activation_dropout"), 0.0)
-        config = dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype, **off)  # type: ignore[arg-type]
+        plain = {"attention_kernel": "xla", "remat": "none", "scan_layers": False}
+        config = dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype, **off, **plain)  # type: ignore[arg-type]
         params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
         return dataclasses.replace(self, config=config, params=params)
 
@@ -88,11 +90,11 @@ class Side:
 def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
     """The output of every sub-layer, under its path; `encoder/embedding` and `decoder/embedding`; `logits` last."""
 
+    wanted = (MultiHeadAttention, FeedForward, LayerNorm)
+
     def is_wanted(module: Any, method: str) -> bool:
-        if isinstance(module, MultiHeadAttention):
-            return method == "attend"
         # The dropout of the whole model is where embeddings and positions have been added up.
-        return method == "__call__" and (isinstance(module, FeedForward | LayerNorm) or module.path == ("dropout",))
+        return method == "__call__" and (isinstance(module, wanted) or module.path == ("dropout",))
 
     # Not compiled as a whole: the search for a cause runs many variants, which share their compiled operations.
     logits, state = side.model.apply(

@@ -27,9 +27,9 @@ MAY_CHANGE = frozenset(
     for name in (
         *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
         *("checkpoint_seconds", "keep_checkpoints", "best_by", "average_last", "accumulate"),
-        *("mesh_data", "mesh_fsdp", "mesh_tensor"),
+        *("mesh_data", "mesh_fsdp", "mesh_tensor", "logits_megabytes", "dropout_generator"),
     )
-) | {"data.prefetch", "data.valid", "data.test"}
+) | {"data.prefetch", "data.valid", "data.test", "model.attention_kernel", "model.remat", "model.scan_layers"}
 
 
 @dataclass(frozen=True)

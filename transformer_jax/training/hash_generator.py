@@ -2,7 +2,7 @@
 
 It is a JAX key type like any other: `jax.random.bernoulli`, and so `flax.linen.Dropout`, take its keys, and number i of
 an array depends on the key and on i alone, however the array is sharded. A key is two 32-bit words; number i is a hash
-of both and of i. The hash is made of rounds that multiply and shift, as in C. Wellens' `lowbias32` (hash-prospector);
+of both and of i. The hash is made of rounds that multiply and shift, as in C. Wellons' `lowbias32` (hash-prospector);
 the second word enters in the middle, so that two keys do not give the same numbers in another order.
 
 Not for cryptography, and not for where the 2^32 numbers of a key could run out.

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from transformer_jax.config import Config
+from transformer_jax.config import Config, TrainingConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import Checkpoints
@@ -23,7 +23,7 @@ from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.metrics import MetricsWriter, Progress
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 from transformer_jax.training.profiling import Profile
-from transformer_jax.training.sharding import batch_sharding, put_batch, replicated, tree_shardings
+from transformer_jax.training.sharding import batch_sharding, put_batch, replicated, row_multiple, tree_shardings
 from transformer_jax.training.state import TrainState, dropout_rng, init_rng, init_state
 from transformer_jax.training.step import Metrics, train_step
 from transformer_jax.types import Batch, Params
@@ -95,7 +95,7 @@ def fit(
             smoothing=training.label_smoothing,
             mass=training.smoothing_mass,
             accumulate=training.accumulate,
-            max_logits=training.logits_megabytes * 10**6 // 4 * mesh.size,
+            max_logits=max_logits(training, mesh),
         )
         return new_state, (metrics, schedule(state.step))
 
@@ -161,6 +161,11 @@ def fit(
         if last_saved != step:
             checkpoints.save(step, state)
     return Outcome(state, step, signals.received)
+
+
+def max_logits(training: TrainingConfig, mesh: Mesh) -> int:
+    """The most logits to hold at a time over all devices that share the rows, as `logits_megabytes` says."""
+    return training.logits_megabytes * 10**6 // 4 * row_multiple(mesh)
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
