@@ -10,11 +10,13 @@ from model_cases import CONFIGS, apply, every_config, model_and_inputs, to_jax
 
 from transformer_jax.errors import UserError
 from transformer_jax.model import decoding_step
-from transformer_jax.model.decoding_step import decoder_weights, grow, init_cache, reorder
+from transformer_jax.model.decoding_step import grow, reorder
 from transformer_jax.model.quantization import Int8Matrix
 from transformer_jax.model.transformer import Transformer
 
 decode_step = jax.jit(decoding_step.decode_step, static_argnames="config")
+decoder_weights = jax.jit(decoding_step.decoder_weights, static_argnames=("config", "int8"))
+init_cache = jax.jit(decoding_step.init_cache, static_argnames=("config", "max_length", "beam_size"))
 
 
 def prepared(config, params, src, *, rows=(0, 2), **options):

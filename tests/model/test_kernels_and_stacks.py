@@ -93,8 +93,11 @@ def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
         assert ("cudnn" in for_cuda(train, params)) == is_fused
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("stacks", [{"num_layers": 3}, {"decoder_num_layers": 1, "norm_position": "pre"}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "stacks"),
+    zip(WAYS, ({"decoder_num_layers": 1, "norm_position": "pre"}, {"num_layers": 3}, {}), strict=True),
+    ids=str,
+)
 def test_remat_and_scan_change_neither_logits_nor_gradients(way, stacks):
     config = tiny(**stacks)
     params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
@@ -126,19 +129,19 @@ def test_remat_leaves_the_dropout_as_it_is_and_the_loop_drops_out_in_every_layer
 
 
 def test_the_loop_is_one_in_the_program_and_its_maps_can_still_be_seen():
-    config = tiny(num_layers=6)
+    config = tiny(num_layers=3)
     params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
 
     def products(config):
         return jax.jit(Transformer(config).apply).lower({"params": params}, src, tgt_in).as_text().count("dot_general")
 
     looped = dataclasses.replace(config, scan_layers=True)
-    assert products(looped) < products(config) / 4
+    assert products(looped) < products(config) / 2
     ids = jnp.asarray(src), jnp.asarray(tgt_in)
     arrays = jax.tree.map(jnp.asarray, params)
     maps, expected = (attention_maps(Transformer(one), arrays, *ids) for one in (looped, config))
-    assert len(maps) == 18
-    np.testing.assert_array_equal(maps["decoder/layer_5/cross_attention"], expected["decoder/layer_5/cross_attention"])
+    assert len(maps) == 9
+    np.testing.assert_array_equal(maps["decoder/layer_2/cross_attention"], expected["decoder/layer_2/cross_attention"])
 
 
 def test_remat_keeps_less():
