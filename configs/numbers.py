@@ -2,7 +2,8 @@
 
 command   python train.py
 hardware  2 CPU cores (AMD EPYC, Zen 4)
-time      1 min 43 s in all: data, tokenizer, compilation, 390 steps, 2 validations, the test
+time      2 min 2 s in all: data, tokenizer, compilation, 430 steps, 2 validations, the test; 1 min 16 s again, with
+          what was compiled on disk
 score     99.85 % exact match on 2,000 numbers that are not in the training set
 """
 

@@ -95,7 +95,7 @@ def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
 
 @pytest.mark.parametrize(
     ("way", "stacks"),
-    zip(WAYS, ({"decoder_num_layers": 1, "norm_position": "pre"}, {"num_layers": 3}, {}), strict=True),
+    list(zip(WAYS, ({"decoder_num_layers": 1, "norm_position": "pre"}, {"num_layers": 3}, {}), strict=True)),
     ids=str,
 )
 def test_remat_and_scan_change_neither_logits_nor_gradients(way, stacks):
