@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                     info = {"ours_info": packed.info, "peer_info": bucketed.info}
             except SideError as error:
                 output.skip("batching", name, error)
-                good = good and "has no batching" in str(error)
+                good = False
                 continue
             figures |= {
                 "peer": "bucketed",
@@ -60,7 +60,7 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
 
     import jax
 
-    from benchmarks.corpora import count_tokens, make_corpus, make_plan, plan_class
+    from benchmarks.corpora import count_tokens, make_corpus, make_plan
     from transformer_jax.config import ModelConfig, TrainingConfig
     from transformer_jax.data.pipeline import batch_iterator
     from transformer_jax.model.transformer import Transformer
@@ -68,8 +68,6 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
     from transformer_jax.training.state import dropout_rng, init_rng, init_state
     from transformer_jax.training.step import train_step
 
-    if plan_class(spec["batching"]) is None:
-        raise LookupError(f"this package has no batching {spec['batching']!r}")
     config = ModelConfig(**SIZES[spec["size"]].model(dtype=spec["dtype"]))
     encoded = make_corpus(spec["corpus"], spec["pairs"], config.vocab_size)
     plan = make_plan(spec["batching"], encoded, spec["batch_tokens"], spec["max_shapes"])

@@ -1,13 +1,13 @@
 """Corpora of random ids whose sentences are as long as real ones, and the plans of their batches."""
 
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from transformer_jax.data.batching import BatchPlan, choose_shapes
+from transformer_jax.data.batching import BatchPlan, Plan, choose_shapes
 from transformer_jax.data.encoding import EncodedPairs
+from transformer_jax.data.packing import PackedPlan
 from transformer_jax.types import Batch
 
 # Mean and deviation of log(source tokens) and of log(target / source), EOS counted. multi30k: counted from its 29,000
@@ -30,22 +30,12 @@ def make_corpus(name: str, pairs: int, vocab_size: int) -> EncodedPairs:
     return EncodedPairs(*sides, source_eos=True)
 
 
-def plan_class(kind: str) -> Any:
-    """`BatchPlan` for bucketed; for packed the class of this package, None if it has none."""
-    if kind == "bucketed":
-        return BatchPlan
-    try:
-        return import_module("transformer_jax.data.packing").PackedPlan
-    except ImportError:
-        return None
-
-
-def make_plan(kind: str, encoded: EncodedPairs, batch_tokens: int, max_shapes: int = 12) -> Any:
+def make_plan(kind: str, encoded: EncodedPairs, batch_tokens: int, max_shapes: int = 12) -> Plan:
     """The plan of batches of `batch_tokens` tokens on each side."""
     lengths = encoded.source_lengths, encoded.target_lengths
     if kind == "bucketed":
         return BatchPlan(*lengths, choose_shapes(*lengths, batch_tokens, max_shapes), seed=0)
-    return plan_class(kind)(*lengths, min(LONGEST, batch_tokens), batch_tokens, seed=0)
+    return PackedPlan(*lengths, min(LONGEST, batch_tokens), batch_tokens, seed=0)
 
 
 def count_tokens(batch: Batch) -> int:

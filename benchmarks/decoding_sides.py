@@ -39,7 +39,7 @@ def prepare(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
     for name in spec["formats"]:
         try:
             export_run(run, name, folder / name, warn=lambda message: None)
-        except Exception as error:  # another format may do
+        except Exception as error:  # one export fails: the parent reports its peer as not measured, the others run
             failed[name] = f"{type(error).__name__}: {error}"
     decoding = {"alpha": config.decoding.alpha if config.decoding.length_penalty != "none" else 0.0}
     decoding |= {"pad_id": config.model.pad_id, "forced": "size" in spec}

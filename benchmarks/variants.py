@@ -74,7 +74,7 @@ def _measure(size: str, variants: dict[str, Any], options: argparse.Namespace, o
     except SideError as error:
         output.skip("variants", label, error)
         return False
-    return True
+    return not side.info["failed"]
 
 
 def build(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
@@ -85,7 +85,7 @@ def build(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
     for name, changes in spec["variants"].items():
         try:
             built[name], turns[name] = ours({**spec, "choices": {"dtype": spec["dtype"], **changes}})
-        except Exception as error:  # the others may do
+        except Exception as error:  # one choice fails: the parent reports it, and measures the others
             failed[name] = f"{type(error).__name__}: {error}"[:300]
 
     def turn(command: Answer) -> Answer:
@@ -130,18 +130,12 @@ def check_kernels(spec: Mapping[str, Any]) -> Answer:
 
     exact, answer = outputs("xla", "float32"), {}
     for kernel in ("xla", "auto"):
-        try:
-            found = outputs(kernel, "bfloat16")
-        except Exception as error:
-            answer[kernel] = {"skipped": f"{type(error).__name__}: {error}"[:300]}
-            continue
+        found = outputs(kernel, "bfloat16")
         answer[kernel] = {
             name: float(jnp.linalg.norm(found[name].astype(jnp.float32) - exact[name]) / jnp.linalg.norm(exact[name]))
             for name in exact
         }
-    errors = [answer[kernel].get("logits") for kernel in ("xla", "auto")]
-    if None not in errors:
-        answer["equal"] = all(answer["auto"][name] <= 1.5 * answer["xla"][name] for name in exact)
+    answer["equal"] = all(answer["auto"][name] <= 1.5 * answer["xla"][name] for name in exact)
     return answer
 
 

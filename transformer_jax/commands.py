@@ -23,7 +23,7 @@ from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.evaluate import Report, Validation, evaluate_pairs
-from transformer_jax.model.transformer import abstract_params
+from transformer_jax.model.transformer import count_parameters
 from transformer_jax.run.averaging import average_checkpoints
 from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder, write_atomically
@@ -92,10 +92,9 @@ def train(config: Config, workdir: str | Path, say: Say = print, *, profile: boo
         )
     write_atomically(run.data_sha256, encoded.sha256() + "\n")
     plan = _plan(config, encoded)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config.model)))
     say(
         f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
-        f"in an order of {plan.order_bits:,.0f} bits; {num_parameters:,} parameters; "
+        f"in an order of {plan.order_bits:,.0f} bits; {count_parameters(config.model):,} parameters; "
         f"{jax.device_count()} {jax.devices()[0].device_kind} device(s); ready after {time.monotonic() - started:.0f} s"
     )
     if steps:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -18,7 +19,7 @@ from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, padded_length, search
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.types import EOS_ID
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -151,6 +152,20 @@ def test_padded_lengths_waste_little():
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
+def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_span_too():
+    """The cache begins with room for fewer positions than the table has."""
+    model = ModelConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=2, d_ff=8, positions="learned", max_length=40)
+    params, src = abstract_params(model), jax.ShapeDtypeStruct((1, 3), jnp.int32)
+
+    def shape_of(max_length):
+        options = {"model": Transformer(model), "decoding": DecodingConfig(beam_size=1), "max_length": max_length}
+        return jax.eval_shape(partial(search, **options), params, src, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+    assert shape_of(40).tokens.shape == (1, 1, 40)
+    with pytest.raises(UserError, match=r"translation of 41 tokens .* model\.max_length 40"):
+        shape_of(41)
+
+
 @pytest.mark.parametrize("source_eos", [True, False])
 def test_the_limit_is_the_source_and_max_extra_with_eos_counted_on_both_sides(calls, source_eos):
     make(source_eos=source_eos, decoding={"max_extra": 50}).translate(sentences(6, 3, 3))
@@ -245,7 +260,7 @@ def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weig
     translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
     model, decoding = translator._model, translator.config.decoding
-    assert model.config.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
+    assert translator._prepare().decoder.embedding.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
     options = {"model": model, "decoding": decoding, "max_length": 5}
     found = jax.device_get(search(translator._prepare(), jnp.asarray(src), jnp.array([5, 5]), **options))
     log_probs = teacher_forced(translator, src, found.tokens[:, 0])

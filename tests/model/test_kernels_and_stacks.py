@@ -38,6 +38,7 @@ def test_the_fused_function_is_the_equation_and_a_row_that_may_attend_to_nothing
 @pytest.fixture
 def nvidia(monkeypatch):
     """What is compiled for an NVIDIA GPU may be looked at without one."""
+    # Private: jax has no other way to compile for a GPU that is not there; only its two questions are answered here.
     from jax._src.cudnn import fused_attention_stablehlo
 
     class Device:

@@ -7,7 +7,7 @@ within the budget, that its pairs fill whole batches. `packing` has the other wa
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -104,6 +104,23 @@ class Plan(Protocol):
         """Global batch `index`, from 0 on over all epochs; the rest as for `make_batch`."""
 
 
+class EpochOrders:
+    """What `make(epoch)` gives, kept for two epochs: prefetching threads cross the end of one one by one."""
+
+    def __init__(self, make: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of an epoch, made by one of the threads that ask for it."""
+        with self._lock:
+            if epoch not in self._kept:
+                self._kept = {kept: order for kept, order in self._kept.items() if kept == epoch - 1}
+                self._kept[epoch] = self._make(epoch)
+            return self._kept[epoch]
+
+
 class BatchPlan:
     """Which pairs stand in which batch: a pure function of (lengths, shapes, seed) and the batch's number.
 
@@ -128,8 +145,7 @@ class BatchPlan:
         self._tokens = int(source_lengths.sum() + target_lengths.sum())
         self._bucket = _buckets(source_lengths, target_lengths, self.shapes)
         self._cuts = _cut(self._bucket, self.shapes)
-        self._lock = threading.Lock()
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order = EpochOrders(self._make_order)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -139,7 +155,7 @@ class BatchPlan:
     def rows(self, index: int) -> tuple[Shape, np.ndarray]:
         """Shape and pair numbers (int64, at most `shape.rows`) of global batch `index`, from 0 on over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
-        pairs, batches = self._epoch(epoch)
+        pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
         return self.shapes[cut.shape], pairs[cut.start : cut.stop]
 
@@ -161,17 +177,12 @@ class BatchPlan:
         log2(pairs!)."""
         return log2_factorials(np.bincount(self._bucket)) + log2_factorials([len(self._cuts)])
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Order of the pairs, by shape, and order of the batches."""
-        with self._lock:
-            if epoch not in self._epochs:
-                # Prefetching threads cross the end of an epoch one by one, so two are kept.
-                self._epochs = {e: order for e, order in self._epochs.items() if e == epoch - 1}
-                rng = np.random.default_rng([self.seed, epoch])
-                mixed = rng.permutation(len(self._bucket))
-                pairs = mixed[np.argsort(self._bucket[mixed], kind="stable")]
-                self._epochs[epoch] = pairs, rng.permutation(len(self._cuts))
-            return self._epochs[epoch]
+        rng = np.random.default_rng([self.seed, epoch])
+        mixed = rng.permutation(len(self._bucket))
+        pairs = mixed[np.argsort(self._bucket[mixed], kind="stable")]
+        return pairs, rng.permutation(len(self._cuts))
 
 
 def make_batch(

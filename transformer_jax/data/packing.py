@@ -5,12 +5,10 @@ is left. What stands in a row is then a list of lengths. An epoch deals the pair
 and mixes the rows. So every epoch has as many batches, other company for each pair, and is known without the others.
 """
 
-import threading
-
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import Shape, equal_parts, log2_factorials, make_batch
+from transformer_jax.data.batching import EpochOrders, Shape, equal_parts, log2_factorials, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.types import Batch
 
@@ -102,8 +100,7 @@ class PackedPlan:
         kinds = source_lengths.astype(np.int64) * (length + 1) + target_lengths
         self._kind = np.unique(kinds, return_inverse=True)[1].astype(np.int32)
         self._places = np.argsort(self._kind[packed], kind="stable")
-        self._lock = threading.Lock()
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order = EpochOrders(self._make_order)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -118,7 +115,7 @@ class PackedPlan:
     def rows(self, index: int) -> list[np.ndarray]:
         """Pair numbers (int64) of each row of global batch `index`, from 0 on over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
-        pairs, rows = self._epoch(epoch)
+        pairs, rows = self._order(epoch)
         chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
         return [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
 
@@ -140,15 +137,10 @@ class PackedPlan:
         log2(pairs!)."""
         return log2_factorials(np.bincount(self._kind)) + log2_factorials([len(self._ends)])
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The pairs in their places, and the order of the rows."""
-        with self._lock:
-            if epoch not in self._epochs:
-                # Prefetching threads cross the end of an epoch one by one, so two are kept.
-                self._epochs = {e: order for e, order in self._epochs.items() if e == epoch - 1}
-                rng = np.random.default_rng([self.seed, epoch])
-                mixed = rng.permutation(len(self._kind))
-                pairs = np.empty_like(mixed)
-                pairs[self._places] = mixed[np.argsort(self._kind[mixed], kind="stable")]
-                self._epochs[epoch] = pairs, rng.permutation(len(self._ends))
-            return self._epochs[epoch]
+        rng = np.random.default_rng([self.seed, epoch])
+        mixed = rng.permutation(len(self._kind))
+        pairs = np.empty_like(mixed)
+        pairs[self._places] = mixed[np.argsort(self._kind[mixed], kind="stable")]
+        return pairs, rng.permutation(len(self._ends))

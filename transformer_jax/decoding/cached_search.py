@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.decoding.search import beam_search, greedy_search
-from transformer_jax.errors import UserError
 from transformer_jax.model.decoding_step import (
     Cache,
     DecoderWeights,
@@ -31,7 +30,7 @@ SPANS = (32, 128, 512)
 """Lengths at which the cache of keys and values grows; each has a loop of its own, and is compiled for itself."""
 
 
-def computing(config: ModelConfig, weights: Weights) -> ModelConfig:
+def _computing(config: ModelConfig, weights: Weights) -> ModelConfig:
     """The model with the dtype that it computes with."""
     return dataclasses.replace(config, dtype="bfloat16") if weights == "bfloat16" else config
 
@@ -53,6 +52,7 @@ def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> 
         config: of the model.
         weights: how the decoder's matrices are kept: `DecodingConfig.weights`.
     """
+    config = _computing(config, weights)
     if weights == "bfloat16":
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     encoder = {name: leaf for name, leaf in params.items() if name != "decoder"}
@@ -86,24 +86,19 @@ def search(
     Raises:
         UserError: `max_length` is more than the learned position table has.
     """
-    model = Transformer(computing(model.config, decoding.weights))
-    config, beam_size = model.config, decoding.beam_size
-    prepared = params if isinstance(params, Prepared) else prepare(params, config, decoding.weights)
+    prepared = params if isinstance(params, Prepared) else prepare(params, model.config, decoding.weights)
+    config, beam_size = _computing(model.config, decoding.weights), decoding.beam_size
     src_mask = padding_mask(src, config.pad_id)
-    memory = model.apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
-    if prepared.decoder.positions is not None and max_length > len(prepared.decoder.positions):
-        raise UserError(
-            f"a translation of {max_length} tokens is longer than the {len(prepared.decoder.positions)} rows that the "
-            f"learned position table of model.max_length {config.max_length} has for it"
-        )
+    memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
     spans = tuple(span for span in SPANS if span < max_length)
     cache = init_cache(
         prepared.decoder,
         memory,
         src_mask,
         config=config,
-        max_length=min((*spans, max_length)),
+        max_length=max_length,
         beam_size=beam_size,
+        room=min((*spans, max_length)),
     )
 
     def step_fn(tokens: Int[Array, "rows"], cache: Cache) -> tuple[Float[Array, "rows v"], Cache]:

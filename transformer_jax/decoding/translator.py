@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.decoding.cached_search import Prepared, computing, prepare, search
+from transformer_jax.decoding.cached_search import Prepared, prepare, search
 from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
@@ -48,7 +48,7 @@ class Translator:
         """
         tokenizers.check_fits(config.model)
         self.config, self.params, self.tokenizers = config, params, tokenizers
-        self._model = Transformer(computing(config.model, config.decoding.weights))
+        self._model = Transformer(config.model)
         self._prepared: tuple[Params, Prepared] | None = None
 
     @classmethod
@@ -112,7 +112,7 @@ class Translator:
     def _prepare(self) -> Prepared:
         """The parameters laid out, once as long as they stay the same."""
         if self._prepared is None or self._prepared[0] is not self.params:
-            self._prepared = self.params, prepare(self.params, self._model.config, self.config.decoding.weights)
+            self._prepared = self.params, prepare(self.params, self.config.model, self.config.decoding.weights)
         return self._prepared[1]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -19,7 +19,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.training.loop import Evaluation
+from transformer_jax.training.loop import Evaluation, max_logits
 from transformer_jax.training.sharding import put_batch, row_multiple
 from transformer_jax.training.step import eval_step
 from transformer_jax.types import Batch, Params
@@ -40,16 +40,21 @@ class Report:
     translations: list[str]
 
 
-_MAX_LOGITS = 64 * 10**6  # held at a time
 _eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
 
 
-def corpus_loss(params: Params, batches: Iterable[Batch], model: Transformer, mesh: Mesh | None = None) -> float:
+def corpus_loss(
+    params: Params,
+    batches: Iterable[Batch],
+    model: Transformer,
+    mesh: Mesh | None = None,
+    max_logits: int | None = None,
+) -> float:
     """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64."""
     loss_sum, num_tokens = 0.0, 0
     for batch in batches:
         sums = jax.device_get(
-            _eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model, max_logits=_MAX_LOGITS)
+            _eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model, max_logits=max_logits)
         )
         loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
     return loss_sum / max(num_tokens, 1)
@@ -81,7 +86,8 @@ def evaluate_pairs(
     check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
     _check_lengths(encoded, pairs, config.model)
-    loss = corpus_loss(translator.params, _batches(encoded, config), Transformer(config.model))
+    model, limit = Transformer(config.model), max_logits(config.training)
+    loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
     start = time.monotonic()
     hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1)]
     seconds = time.monotonic() - start
@@ -115,7 +121,8 @@ class Validation:
 
     def __call__(self, params: Params, step: int) -> Evaluation:
         """Figures and samples of these parameters."""
-        loss = corpus_loss(params, self._batches, self._model, self._mesh)
+        limit = max_logits(self._config.training, self._mesh)
+        loss = corpus_loss(params, self._batches, self._model, self._mesh, limit)
         figures = {"valid_loss": loss, "valid_perplexity": perplexity(loss)}
         translations: Sequence[str] = []
         if self._sources:

@@ -135,7 +135,7 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self.query(x), self.key(memory), self.value(memory)
         has_dropout = self.dropout_rate > 0 and not deterministic
         if self.kernel == "auto" and not has_dropout and fits_cudnn(query, key, value):
-            return self.output(scaled_dot_product_attention(query, key, value, mask, "auto"))
+            return self.output(_fused_attention(query, key, value, mask, "cudnn"))
         weights = self.dropout(self.weights(query, key, mask), deterministic=deterministic)
         return self.output(weighted_sum(weights, value))
 

@@ -151,8 +151,18 @@ def init_cache(
     config: ModelConfig,
     max_length: int,
     beam_size: int = 1,
+    room: int | None = None,
 ) -> Cache:
-    """An empty cache for `max_length` positions of k hypotheses; keys and values of `memory` are computed here.
+    """An empty cache of k hypotheses; keys and values of `memory` are computed here.
+
+    Args:
+        weights: see `decoder_weights`.
+        memory: the encoder's output.
+        src_mask: which of it may be attended to.
+        config: of the model.
+        max_length: positions that will be decoded.
+        beam_size: k.
+        room: positions that there is room for before the cache is grown; None: all of them.
 
     Raises:
         UserError: more positions than the learned table has.
@@ -162,7 +172,7 @@ def init_cache(
             f"a translation of {max_length} tokens (plus position_offset {config.position_offset}) is longer than the "
             f"learned position table of model.max_length {config.max_length} rows"
         )
-    size, (batch, length, _) = config.decoder, memory.shape
+    size, (batch, length, _), room = config.decoder, memory.shape, max_length if room is None else room
 
     def cross(layer: LayerWeights) -> PastKeysValues:
         flat = layer.cross_key_value(memory.reshape(batch * length, -1))
@@ -170,12 +180,12 @@ def init_cache(
         return PastKeysValues(_by_head(key, size), _by_head(value, size))
 
     def empty(width: int) -> Array:
-        return jnp.zeros((batch * size.num_heads, max_length * beam_size, width), memory.dtype)
+        return jnp.zeros((batch * size.num_heads, room * beam_size, width), memory.dtype)
 
     return Cache(
         position=jnp.zeros((), jnp.int32),
         past=tuple(PastKeysValues(empty(size.d_k), empty(size.d_v)) for _ in weights.layers),
-        ancestry=jnp.full((batch, beam_size, max_length), -1, jnp.int32),
+        ancestry=jnp.full((batch, beam_size, room), -1, jnp.int32),
         cross=tuple(cross(layer) for layer in weights.layers),
         src_mask=src_mask,
     )

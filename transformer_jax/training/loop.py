@@ -107,8 +107,6 @@ def fit(
     )
 
     writer = MetricsWriter(run, step)
-    watch = _Watch()
-    last_saved, last_save_time = step, time.monotonic()
     with (
         Progress(step, training.num_steps) as progress,
         _Signals() as signals,
@@ -119,8 +117,8 @@ def fit(
         compiled_step = CompiledStep(
             jitted_step, state, rng, [put_batch(batch, mesh) for batch in announced], progress.say
         )
-        last_save_time = time.monotonic()
-        watch.restart()
+        watch = _Watch()
+        last_saved, last_save_time = step, time.monotonic()
         progress.restart()
         batches = batches_from(step)
         while step < training.num_steps and not signals.received:
@@ -163,9 +161,9 @@ def fit(
     return Outcome(state, step, signals.received)
 
 
-def max_logits(training: TrainingConfig, mesh: Mesh) -> int:
-    """The most logits to hold at a time over all devices that share the rows, as `logits_megabytes` says."""
-    return training.logits_megabytes * 10**6 // 4 * row_multiple(mesh)
+def max_logits(training: TrainingConfig, mesh: Mesh | None = None) -> int:
+    """The most logits to hold at a time over the devices that share the rows (None: one): `logits_megabytes`."""
+    return training.logits_megabytes * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
@@ -206,10 +204,6 @@ class _Watch:
     def __init__(self) -> None:
         self._pending: list[tuple[int, Metrics, Array]] = []
         self._last: tuple[Metrics, float] | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        """Training begins now."""
         self._tokens = 0
         self._since = time.monotonic()
 

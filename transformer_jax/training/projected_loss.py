@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.embedding import OutputWeights, logits_from
 from transformer_jax.training.loss import LossSums, SmoothingMass, cross_entropy, smoothing_weights
+from transformer_jax.training.parts import join, split, sum_over
 
 
 class _Setting(NamedTuple):
@@ -122,24 +123,10 @@ def _over_parts(
     if num_parts == 1:
         return part_of(positions)
     num_positions = len(positions[0])
-    missing = -num_positions % num_parts
 
-    def split(array: Array) -> Array:
-        # Part i takes positions i, i + parts, ...: neighbours stay on their device. Those added have weight 0.
-        array = jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
-        return jnp.swapaxes(array.reshape(-1, num_parts, *array.shape[1:]), 0, 1)
+    def pad(array: Array) -> Array:
+        """Up to a multiple of the parts, with positions of weight 0."""
+        return jnp.pad(array, [(0, -num_positions % num_parts)] + [(0, 0)] * (array.ndim - 1))
 
-    def join(parts: Array) -> Array:
-        return jnp.swapaxes(parts, 0, 1).reshape(-1, *parts.shape[2:])[:num_positions]
-
-    def add(total: Any, part: _Positions) -> tuple[Any, Any]:
-        more, result = part_of(part)
-        return jax.tree.map(jnp.add, total, more), result
-
-    parts = jax.tree.map(split, positions)
-    zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-        jax.eval_shape(part_of, jax.tree.map(lambda leaf: leaf[0], parts))[0],
-    )
-    total, results = jax.lax.scan(add, zeros, parts)
-    return total, jax.tree.map(join, results)
+    total, results = sum_over(part_of, split(jax.tree.map(pad, positions), num_parts))
+    return total, jax.tree.map(lambda result: result[:num_positions], join(results))

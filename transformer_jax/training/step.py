@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import LossSums, SmoothingMass
+from transformer_jax.training.parts import split, sum_dtype, sum_over
 from transformer_jax.training.projected_loss import projected_cross_entropy
 from transformer_jax.training.state import TrainState
 from transformer_jax.types import Batch, Params
@@ -61,9 +62,10 @@ def train_step(
     if accumulate == 1:
         grads, sums = grad_fn(state.params, batch, rng)
     else:
-        grads, sums = _accumulated(grad_fn, state.params, batch, rng, accumulate)
+        parts = split(batch, accumulate), jax.random.split(rng, accumulate)
+        (grads, sums), _ = sum_over(lambda part: (grad_fn(state.params, *part), None), parts)
     count = jnp.maximum(sums.num_tokens, 1).astype(sums.loss_sum.dtype)
-    grads = jax.tree.map(lambda g: g.astype(_sum_dtype(g)) / count, grads)
+    grads = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / count, grads)
     grad_norm = optax.tree.norm(grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -99,24 +101,3 @@ def _loss_sums(
     return projected_cross_entropy(
         x, output, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id, max_logits=max_logits
     )
-
-
-def _sum_dtype(x: Any) -> Any:
-    """Sums of floats are kept in at least float32."""
-    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-
-
-def _accumulated(grad_fn, params: Params, batch: Batch, rng: Array, parts: int) -> tuple[Params, LossSums]:  # type: ignore[no-untyped-def]
-    """The sums of gradients and losses over `parts` parts of the batch, one after the other."""
-
-    def split(rows: Any) -> Any:
-        # Part i takes rows i, i + parts, ...: neighbours stay on their device when the rows are sharded.
-        return jnp.swapaxes(rows.reshape(-1, parts, *rows.shape[1:]), 0, 1)
-
-    def add(total: tuple[Params, LossSums], part: tuple[Batch, Array]) -> tuple[tuple[Params, LossSums], None]:
-        return jax.tree.map(jnp.add, total, grad_fn(params, *part)), None
-
-    split_batch, rngs = jax.tree.map(split, batch), jax.random.split(rng, parts)
-    first = jax.tree.map(lambda x: x[0], (split_batch, rngs))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x)), jax.eval_shape(grad_fn, params, *first))
-    return jax.lax.scan(add, zeros, (split_batch, rngs))[0]
