@@ -433,7 +433,8 @@ class DecodingConfig:
     max_source: int = 1024
     """Longer sources, in tokens, are cut there, with a warning."""
     batch_tokens: int = 8_192
-    """Source tokens of a batch, padding counted and beams not; at most 1,024 on a CPU, where more is slower."""
+    """Source tokens of a batch, padding counted and beams not; at most 512 on a CPU, 1,024 for greedy search with more
+    than 100 MB of weights, and several batches at a time there."""
     weights: Literal["model", "bfloat16", "int8"] = "model"
     """Of the decoding: model: as they were trained. bfloat16: rounded to 16 bits, and computed with. int8: the matrices
     rounded to 8 bits with a scale for each output, which is faster on CPUs."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -62,6 +64,7 @@ def calls(monkeypatch):
         return SearchResult(tokens, np.zeros(rows, np.float32), np.ones(rows, np.int32), np.zeros(rows, np.float32))
 
     monkeypatch.setattr(module, "search", fake)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 1)  # so that the calls come one after the other
     return seen
 
 
@@ -105,14 +108,59 @@ def test_few_shapes_and_a_budget_of_tokens(calls):
     assert {call.src.shape[0] for call in calls if call.src.shape[1] == 8} <= {1, 2, 4, 8, 16}
 
 
-def test_a_cpu_takes_at_most_1024_tokens(calls, monkeypatch):
-    translator, texts = make(decoding={"batch_tokens": 8192}, max_length=256), sentences(*[7] * 300)
-    translator.translate(texts)
-    assert {call.src.shape for call in calls} == {(128, 8)}
-    calls.clear()
+def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, monkeypatch):
+    texts = sentences(*[7] * 300)
+
+    def shapes(translator):
+        calls.clear()
+        translator.translate(texts)
+        return {call.src.shape for call in calls}
+
+    translator = make(decoding={"batch_tokens": 8192}, max_length=256)
+    assert shapes(translator) == {(64, 8)}
+    for beam_size, expected in ((1, (128, 8)), (4, (64, 8))):
+        large = make(decoding={"batch_tokens": 8192, "beam_size": beam_size}, max_length=256)
+        weights = large._prepare()
+        embedding = np.broadcast_to(np.float32(0), (26 * 10**6, 1))
+        weights = weights._replace(decoder=weights.decoder._replace(embedding=embedding))
+        monkeypatch.setattr(large, "_prepare", lambda weights=weights: weights)
+        assert shapes(large) == {expected}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    translator.translate(texts)
-    assert {call.src.shape for call in calls} == {(512, 8)}
+    assert shapes(translator) == {(512, 8)}
+
+
+def test_a_cpu_searches_as_many_batches_at_a_time_as_it_has_cores(calls, monkeypatch):
+    answer, together, last = module.search, threading.Barrier(3, timeout=60), threading.Event()
+
+    def search(params, src, limits, **options):
+        together.wait()  # breaks unless three are there
+        if src[0, 0] == 4:  # the longest source, which is the first
+            assert last.wait(60)
+        elif src[0, 0] == 6:
+            last.set()
+        return answer(params, src, limits, **options)
+
+    monkeypatch.setattr(module, "search", search)
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 3)
+    texts = ["three", "one" + " ten" * 20, "two" + " ten" * 10]
+    assert make().translate(texts) == ["three", "one", "two"]
+
+
+def test_an_interrupt_does_not_wait_for_the_batches_to_come(calls, monkeypatch):
+    answer = module.search
+
+    def search(*args, **options):
+        time.sleep(0.02 if calls else 0)
+        return answer(*args, **options)
+
+    def interrupt(self, found):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "search", search)
+    monkeypatch.setattr(Translator, "_hypotheses", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(decoding={"batch_tokens": 1}).translate(sentences(*range(1, 90)))
+    assert len(calls) < 89
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

@@ -1,8 +1,10 @@
 """Text in, text out: a trained run as a function on lists of sentences."""
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,11 +91,14 @@ class Translator:
         unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
         forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
         room, prepared = self._room(), self._prepare()
-        for indices, src in _batches(rows, _budget(self.config.decoding), model.pad_id, room):
+        budget, workers = _budget(self.config.decoding, prepared)
+
+        def find(batch: tuple[list[int], np.ndarray]) -> SearchResult:
+            indices, src = batch
             lengths = np.zeros(len(src), np.int32)
             lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
             limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
-            found = jax.device_get(
+            result: SearchResult = jax.device_get(
                 search(
                     prepared,
                     src,
@@ -105,8 +110,13 @@ class Translator:
                     forbidden_ids=forbidden_ids,
                 )
             )
-            for row, index in enumerate(indices):
-                results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+            return result
+
+        batches = list(_batches(rows, budget, model.pad_id, room))
+        with ThreadPoolExecutor(workers) as pool:
+            for (indices, _), found in zip(batches, pool.map(find, batches), strict=True):
+                for row, index in enumerate(indices):
+                    results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
         return results
 
     def _prepare(self) -> Prepared:
@@ -151,9 +161,18 @@ class Translator:
         ]
 
 
-def _budget(decoding: DecodingConfig) -> int:
-    """Source tokens of a batch. On a CPU larger batches leave its caches, and wait longer for their last sentence."""
-    return min(decoding.batch_tokens, 1024) if jax.default_backend() == "cpu" else decoding.batch_tokens
+def _budget(decoding: DecodingConfig, prepared: Prepared) -> tuple[int, int]:
+    """Source tokens of a batch, and how many batches are searched at the same time.
+
+    On a CPU one loop of many small operations does not keep all cores busy, several do; and small batches stay in its
+    caches and wait less for their last sentence. But if the weights are too many for the caches, each batch reads them
+    again for the few products of a greedy step.
+    """
+    if jax.default_backend() != "cpu":
+        return decoding.batch_tokens, 1
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(prepared.decoder))
+    most = 1024 if decoding.beam_size == 1 and num_bytes > 100 * 10**6 else 512
+    return min(decoding.batch_tokens, most), os.cpu_count() or 1
 
 
 def padded_length(length: int) -> int:
