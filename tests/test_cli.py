@@ -72,7 +72,7 @@ def loads(monkeypatch):
 def trains(monkeypatch):
     """The calls of `commands.train`."""
     seen = []
-    monkeypatch.setattr(commands, "train", lambda *given, profile: seen.append((*given[:2], profile)))
+    monkeypatch.setattr(commands, "train", lambda *given, **flags: seen.append((*given[:2], flags)))
     return seen
 
 
@@ -89,10 +89,10 @@ def test_train_takes_a_recipe_and_its_default_folder(cli, trains, tiny, monkeypa
     assert cli("train", "tiny.py").status == 0
     assert cli("train", "tiny.py:wide", "--workdir", "elsewhere").status == 0
     assert cli("train", "tiny.py:wide").status == 0
-    assert cli("train", "--profile").status == 0
-    configs, workdirs, profiles = zip(*trains, strict=True)
+    assert cli("train", "--profile", "--strict").status == 0
+    configs, workdirs, flags = zip(*trains, strict=True)
     assert [str(path) for path in workdirs] == ["runs/tiny", "elsewhere", "runs/tiny-wide", "runs/numbers"]
-    assert profiles == (False, False, False, True)
+    assert flags == (*[{"profile": False, "strict": False}] * 3, {"profile": True, "strict": True})
     assert [config.model.d_ff for config in configs[:3]] == [32, 48, 48]
     assert configs[3].data.source == "numbers"
 

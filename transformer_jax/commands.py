@@ -27,6 +27,8 @@ from transformer_jax.model.transformer import count_parameters
 from transformer_jax.run.averaging import average_checkpoints
 from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder, write_atomically
+from transformer_jax.run.lock import locked
+from transformer_jax.run.recovery import recover
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import make_mesh, row_multiple
 from transformer_jax.types import Batch, Params
@@ -34,7 +36,9 @@ from transformer_jax.types import Batch, Params
 Say = Callable[[str], None]
 
 
-def train(config: Config, workdir: str | Path, say: Say = print, *, profile: bool = False) -> Outcome | None:
+def train(
+    config: Config, workdir: str | Path, say: Say = print, *, profile: bool = False, strict: bool = False
+) -> Outcome | None:
     """Trains a run, or goes on with it, and scores it on the test split at the end.
 
     Args:
@@ -42,6 +46,7 @@ def train(config: Config, workdir: str | Path, say: Say = print, *, profile: boo
         workdir: the run's folder.
         say: called with each line for the user.
         profile: whether to trace some steps into the run's `profile/`.
+        strict: whether to refuse a run whose newest checkpoint is damaged, rather than to go on from the one before.
 
     Returns:
         How training ended; None if all steps had been done before.
@@ -62,7 +67,14 @@ def train(config: Config, workdir: str | Path, say: Say = print, *, profile: boo
             f"{run.path} was imported: train a run of its own from it, with --training.init-from {run.path} and "
             "another --workdir"
         )
-    steps = checkpoint_steps(run)
+    run.make()
+    with locked(run):
+        return _train(config, run, say, profile=profile, strict=strict)
+
+
+def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: bool) -> Outcome | None:
+    """`train` in a run's folder that is there and locked."""
+    steps = recover(run, strict=strict)
     # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
     run.open_for_training(config, is_bound=bool(steps))
     if not steps:
@@ -278,4 +290,6 @@ def evaluate(
 def average(run: str | Path, last: int) -> list[int]:
     """Averages the last checkpoints of a run into its `average/`, which `--checkpoint average` then means."""
     folder = RunFolder(Path(run))
-    return average_checkpoints(folder, folder.load_config().model, last)
+    config = folder.load_config()
+    with locked(folder):
+        return average_checkpoints(folder, config.model, last)

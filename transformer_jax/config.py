@@ -381,6 +381,8 @@ class TrainingConfig:
     """Seconds after which a checkpoint is due in any case (the paper wrote one every 10 minutes)."""
     keep_checkpoints: int = 5
     """So many of the last checkpoints are kept, and the best one."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this are kept too; 0: none."""
     best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
     """The figure that decides which checkpoint is the best."""
     average_last: int = 0
@@ -393,7 +395,7 @@ class TrainingConfig:
             *("keep_checkpoints", "mesh_fsdp", "mesh_tensor", "logits_megabytes"),
         ):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("valid_sentences", "num_samples", "average_last", "seed"):
+        for name in ("valid_sentences", "num_samples", "average_last", "seed", "keep_every"):
             _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; it must not be negative")
         for name in ("learning_rate_scale", "peak_learning_rate", "adam_epsilon", "checkpoint_seconds"):
             _require(getattr(self, name) > 0, f"training.{name} is {getattr(self, name)}; it must be more than 0")

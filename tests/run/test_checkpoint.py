@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.run import checkpoint
 from transformer_jax.run.checkpoint import Checkpoints, checkpoint_steps, load_params, resolve_checkpoint, save_params
 from transformer_jax.run.folder import RunFolder
 
@@ -122,6 +124,43 @@ def test_what_is_not_whole_is_no_checkpoint(tmp_path):
     (run.checkpoints / "300").write_text("a file")
     assert checkpoint_steps(run) == [9, 10, 100]
     assert resolve_checkpoint(run, "last").name == "100"
+
+
+def test_no_save_is_begun_that_the_disk_has_no_room_for(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(RunFolder(tmp_path))
+    state = {"w": jnp.zeros(2**20)}
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda folder: SimpleNamespace(free=4 * 2**20))
+    said = (
+        r"step 2 needs 5.7 MB and \S+ has 4.2 MB free: it was not written. The last whole one is of step 1: make room"
+    )
+    with pytest.raises(UserError, match=said):
+        checkpoints.save(2, state)
+    checkpoints.close()
+    assert checkpoint_steps(RunFolder(tmp_path)) == [1]
+
+
+def test_a_save_that_fails_on_the_disk_says_so_and_is_no_checkpoint(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(RunFolder(tmp_path))
+    save, full = checkpoint.write_manifest, OSError(28, "No space left on device")
+
+    def fail(folder):
+        raise full
+
+    monkeypatch.setattr(checkpoint, "write_manifest", fail)
+    checkpoints.save(1, {"w": jnp.zeros(3)})
+    with pytest.raises(UserError, match=r"step 1 could not be written to .*No space left.*There is none before it"):
+        checkpoints.wait()
+    monkeypatch.setattr(checkpoint, "write_manifest", save)
+    assert checkpoint_steps(RunFolder(tmp_path)) == []
+
+
+def test_a_multiple_is_kept_beside_the_last(tmp_path):
+    run = RunFolder(tmp_path)
+    save(run, {step: {"valid_loss": 1.0} for step in range(1, 8)}, keep=1, keep_every=3)
+    assert set(checkpoint_steps(run)) >= {3, 6, 7}
+    assert not set(checkpoint_steps(run)) & {2, 4, 5}
 
 
 def test_errors_list_what_there_is(tmp_path):

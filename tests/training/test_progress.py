@@ -1,10 +1,16 @@
 """What a user sees of a training run, on a terminal and elsewhere."""
 
 import io
+import struct
 import sys
 
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from transformer_jax.errors import UserError
+from transformer_jax.run.folder import RunFolder
 from transformer_jax.training import metrics
-from transformer_jax.training.metrics import Progress
+from transformer_jax.training.metrics import MetricsWriter, Progress
 
 
 class Terminal(io.StringIO):
@@ -50,3 +56,59 @@ def test_elsewhere_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch,
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 1/4", "step 3/4", "step 4/4"]
     assert lines[0].endswith("00:30 left")
+
+
+def events(run):
+    """Of TensorBoard's files, in the order of writing: length, checksum, event, checksum."""
+    for path in sorted(run.tensorboard.glob("events.out.tfevents*")):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("Q", data[:8])
+            yield Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_tensorboard_has_the_same_figures_at_once_and_hides_what_a_resume_drops(tmp_path):
+    run = RunFolder(tmp_path)
+    writer = MetricsWriter(run, 7)
+    writer.write(8, {"loss": 2.5, "learning_rate": 0.125})
+    found = list(events(run))  # not closed: a kill would lose nothing
+    assert [event.step for event in found if event.HasField("session_log")] == [8]
+    values = [(event.step, value.tag, value.simple_value) for event in found for value in event.summary.value]
+    assert values == [(8, "loss", 2.5), (8, "learning_rate", 0.125)]
+    writer.close()
+
+
+def test_a_full_disk_is_said_and_waited_for_by_nobody(tmp_path, monkeypatch):
+    said = r"cannot write \S+: No space left on device. Make room, and the same command goes on"
+    full = open("/dev/full", "a")  # noqa: SIM115  it cannot be closed without an error either
+    with pytest.raises(UserError, match=said):
+        metrics._append(full, {"step": 1})
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    board = metrics._Board(tmp_path / "tensorboard", 0)
+    monkeypatch.setattr(board._file, "flush", fail)
+    for step in range(40):  # more than tensorboardX's queue has places
+        with pytest.raises(UserError, match=said):
+            board.write(step, {"loss": 1.0})
+    monkeypatch.undo()
+    board.close()
+
+
+def test_each_file_is_closed_though_another_cannot_be(tmp_path, monkeypatch):
+    writer = MetricsWriter(RunFolder(tmp_path), 0)
+    close = writer._board.close
+
+    def fail():
+        close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._board, "close", fail)
+    with pytest.raises(UserError, match="No space left on device"):
+        writer.close()
+    assert writer._metrics.closed
+    assert writer._samples.closed

@@ -1,5 +1,6 @@
 """The command line: parsers only. `transformer-jax COMMAND ...`, and `train.py`."""
 
+import errno
 import os
 import sys
 import traceback
@@ -10,10 +11,12 @@ from typing import Any
 from transformer_jax.cli import models, runs
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
+from transformer_jax.determinism import make_deterministic
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.malloc import tune_malloc
 
 USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning] [--no-compilation-cache]
+                                   [--deterministic]
 
 commands:
   train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
@@ -29,6 +32,7 @@ options:
   --traceback           show where an error comes from
   --no-malloc-tuning    train with the C library's allocator as it is
   --no-compilation-cache  compile everything anew
+  --deterministic       the same bits in every run, on GPUs too, where it costs speed
 
 transformer-jax COMMAND --help says more."""
 
@@ -53,6 +57,8 @@ def main(args: Sequence[str] | None = None) -> int:
         tune_malloc()
     if not take_flag(given, "--no-compilation-cache"):
         use_compilation_cache()
+    if take_flag(given, "--deterministic"):
+        make_deterministic()
     if not given or given[0] in ("-h", "--help"):
         print(USAGE)
         return 0
@@ -77,7 +83,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:  # a defect here: one line for the user, all of it with --traceback
         if show_traceback:
             raise
-        print(f"error: {first_line(error)}\nrun again with --traceback to see where", file=sys.stderr)
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = "make room on the disk, and run it again" if is_full else "run again with --traceback to see where"
+        print(f"error: {first_line(error)}\n{cure}", file=sys.stderr)
         return 1
     return status or 0
 

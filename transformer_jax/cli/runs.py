@@ -18,7 +18,7 @@ from transformer_jax.run.folder import RunFolder
 
 def train(args: list[str]) -> None:
     """`transformer-jax train`."""
-    profile = take_flag(args, "--profile")
+    profile, strict = take_flag(args, "--profile"), take_flag(args, "--strict")
     # The recipe decides the defaults of all other flags, so it is looked for first.
     recipe = args.pop(0) if args and not args[0].startswith("-") else None
     config = load_recipe(recipe) if recipe else numbers_config()
@@ -36,7 +36,9 @@ def train(args: list[str]) -> None:
         default=default,
         description="Trains a recipe, or goes on with the run in --workdir. CONFIG is FILE or FILE:NAME, a Python "
         f"file that defines get_config(); the defaults below are those of {recipe or 'the built-in recipe numbers'}. "
-        "--profile, without a value, traces some steps into the run's profile/, for TensorBoard and Perfetto.",
+        "--profile, without a value, traces some steps into the run's profile/, for TensorBoard and Perfetto; --strict "
+        "refuses a run whose newest checkpoint is damaged, rather than to go on from the one before; --deterministic "
+        "gives the same bits in every run on GPUs too.",
         config=(FlagConversionOff,),  # `--section.field VALUE` for every field, be it True or False
     )
     from transformer_jax import commands
@@ -46,6 +48,7 @@ def train(args: list[str]) -> None:
         parsed.workdir,
         lambda line: print(line, flush=True),
         profile=profile,
+        strict=strict,
     )
 
 

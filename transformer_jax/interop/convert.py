@@ -72,7 +72,7 @@ def import_run(
     with _folder_made_whole(run.path) as unfinished:
         new = RunFolder(unfinished)
         decoding = dataclasses.replace(imported.config.decoding, checkpoint="last")
-        write_atomically(new.config_file, dataclasses.replace(imported.config, decoding=decoding).to_json())
+        new.write_config(dataclasses.replace(imported.config, decoding=decoding))
         imported.tokenizers.save(new.tokenizer)
         save_params(new.checkpoints / "0", imported.params)
         write_atomically(new.imported, json.dumps({"from": source, "path": str(path)}) + "\n")

@@ -3,7 +3,8 @@
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.run.folder import RunFolder
+from transformer_jax.run.manifest import NAME as MANIFEST
+from transformer_jax.run.manifest import has_manifest, verify, write_manifest
 from transformer_jax.types import Params
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax comments on every step of a save and a restore
@@ -23,14 +26,15 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax comments on every ste
 class Checkpoints:
     """The checkpoints of a run, written in the background: `checkpoints/STEP/`.
 
-    A step's folder gets its name when it is whole, so one cut short is no checkpoint. The last `keep` are kept, and the
-    one that is best by the metric `best_by`.
+    A step's folder gets its name when it is whole and has its manifest, so one cut short is no checkpoint. The last
+    `keep` are kept, those of every `keep_every` steps, and the one that is best by the metric `best_by`.
     """
 
-    def __init__(self, run: RunFolder, keep: int = 5, best_by: str = "valid_loss") -> None:
+    def __init__(self, run: RunFolder, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(keep),
+                *([checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []),
                 checkpoint_managers.BestN(
                     get_metric_fn=lambda metrics: _goodness(metrics, best_by),
                     n=1,
@@ -43,23 +47,66 @@ class Checkpoints:
             best_fn=lambda metrics: _goodness(metrics, best_by),  # without it metrics are not written
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
+        self._folder = run.checkpoints
+        self._saving: int | None = None
         self._manager = ocp.CheckpointManager(run.checkpoints.absolute(), options=options)
 
     def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Starts to write `state`; it is whole after `wait` or the next call. A step that is there already stays."""
+        """Starts to write `state`; it is whole after `wait` or the next call. A step that is there already stays.
+
+        Raises:
+            UserError: there is no room for it, or the one before could not be written.
+        """
         if step in self._manager.all_steps():
             return
+        needed, free = _size(state), shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise UserError(
+                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._folder} has {free / 1e6:,.1f} "
+                f"MB free: it was not written. {self._way_on()}"
+            )
         args = ocp.args.Composite(state=ocp.args.StandardSave(state))
-        self._manager.save(step, args=args, metrics=dict(metrics or {}))
+        with self._failures_named():
+            self._manager.wait_until_finished()
+            self._saving = step
+            self._manager.save(step, args=args, metrics=dict(metrics or {}))
 
     def wait(self) -> None:
-        """Until all that was started is written."""
-        self._manager.wait_until_finished()
+        """Until all that was started is written.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        with self._failures_named():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Waits and lets go of the threads."""
-        self._manager.close()
+        with self._failures_named():
+            self._manager.close()
+
+    def _write_manifest(self) -> None:
+        """Called when the files are written and their folder has not yet the name of a checkpoint."""
+        (unfinished,) = self._folder.glob(f"{self._saving}.*")
+        write_manifest(unfinished)
+
+    @contextmanager
+    def _failures_named(self) -> Iterator[None]:
+        """A disk that is full or gone is the user's to mend."""
+        try:
+            yield
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the checkpoint of step {self._saving} could not be written to {self._folder}: {first_line(error)}. "
+                + self._way_on()
+            ) from error
+
+    def _way_on(self) -> str:
+        whole = [int(path.parent.name) for path in self._folder.glob(f"[0-9]*/{MANIFEST}")]
+        last = f"The last whole one is of step {max(whole)}" if whole else "There is none before it"
+        return f"{last}: make room, and the same command goes on from there"
 
     def latest_step(self) -> int | None:
         """The last whole checkpoint."""
@@ -69,6 +116,11 @@ class Checkpoints:
         """The state as it was saved, on the devices and in the shardings that `abstract_state` says."""
         restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
         return restored["state"]
+
+
+def _size(state: Any) -> int:
+    """Bytes on the disk, about: the arrays and a little for what Orbax notes of them."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20
 
 
 def _goodness(metrics: Any, best_by: str) -> float:
@@ -82,7 +134,8 @@ def checkpoint_steps(run: RunFolder) -> list[int]:
     """The steps of the whole checkpoints, ascending."""
     if not run.checkpoints.is_dir():
         return []
-    return sorted(int(path.name) for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir())
+    folders = [path for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(int(path.name) for path in folders if run.format() == 0 or has_manifest(path))
 
 
 def resolve_checkpoint(run: RunFolder, which: str, best_by: str = "valid_loss") -> Path:
@@ -123,8 +176,10 @@ def load_params(checkpoint: Path, config: ModelConfig) -> Params:
     """The parameters alone of a checkpoint's folder, as arrays on the default device.
 
     Raises:
-        UserError: they are not those of the model that the run's configuration describes.
+        UserError: they are not those of the model that the run's configuration describes, or the files are damaged.
     """
+    if has_manifest(checkpoint):  # in a run that demands it, what has none is no checkpoint
+        verify(checkpoint)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = {
         "params": jax.tree.map(
@@ -169,5 +224,6 @@ def save_params(folder: Path, params: Params) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((unfinished / "state").absolute(), {"params": params})
+    write_manifest(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

@@ -1,9 +1,11 @@
 """The layout of a run folder.
 
 RUN/config.json          the resolved configuration
+RUN/format               the version of this layout: 1; without this file 0, from before there were manifests
 RUN/data.sha256          of the encoded training pairs: a run goes on with the same or not at all
 RUN/tokenizer/           vocabularies and merges
-RUN/checkpoints/STEP/    parameters, optimiser state, step
+RUN/checkpoints/STEP/    parameters, optimiser state, step, and a manifest of these files
+RUN/damaged/STEP/        a checkpoint whose files were not as they had been written
 RUN/average/             averaged parameters, of `average` or `training.average_last`
 RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, validation rows with `valid_loss`
 RUN/samples.jsonl        translations of a few validation sentences
@@ -11,6 +13,7 @@ RUN/result.json          the figures on the test split, once the run is finished
 RUN/tensorboard/         the metrics again, for TensorBoard
 RUN/cache/               the encoded corpus; may be deleted
 RUN/imported.json        where the parameters come from, if not from training
+RUN/lock                 locked by the process that writes the run
 """
 
 import json
@@ -26,10 +29,13 @@ MAY_CHANGE = frozenset(
     f"training.{name}"
     for name in (
         *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
-        *("checkpoint_seconds", "keep_checkpoints", "best_by", "average_last", "accumulate"),
+        *("checkpoint_seconds", "keep_checkpoints", "keep_every", "best_by", "average_last", "accumulate"),
         *("mesh_data", "mesh_fsdp", "mesh_tensor", "logits_megabytes", "dropout_generator"),
     )
 ) | {"data.prefetch", "data.valid", "data.test", "model.attention_kernel", "model.remat", "model.scan_layers"}
+
+
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,70 @@ class RunFolder:
         """`imported.json`."""
         return self.path / "imported.json"
 
+    @property
+    def format_file(self) -> Path:
+        """`format`."""
+        return self.path / "format"
+
+    @property
+    def damaged(self) -> Path:
+        """`damaged/`."""
+        return self.path / "damaged"
+
+    @property
+    def lock(self) -> Path:
+        """`lock`."""
+        return self.path / "lock"
+
+    def format(self) -> int:
+        """The version of the layout that the folder has.
+
+        Raises:
+            UserError: it is not a number.
+        """
+        if not self.format_file.is_file():
+            return 0
+        text = self.format_file.read_text(encoding="utf-8", errors="replace").strip()
+        if not text.isdecimal():
+            raise UserError(f"{self.format_file} holds {text[:40]!r}; it must be a number up to {FORMAT}")
+        return int(text)
+
     def load_config(self) -> Config:
         """The run's configuration.
 
         Raises:
-            UserError: this is no run.
+            UserError: this is no run, or one of a later version.
         """
         if not self.config_file.is_file():
             raise UserError(f"{self.path} is not a run: it has no config.json (a run is what `train` wrote)")
+        if self.format() > FORMAT:
+            raise UserError(
+                f"{self.path} has the layout {self.format()} of a later version of transformer_jax; this one knows "
+                f"those up to {FORMAT}"
+            )
         return load_config(self.config_file)
+
+    def write_config(self, config: Config) -> None:
+        """Writes `config.json`, with which the folder becomes a run."""
+        if not self.config_file.exists():
+            write_atomically(self.format_file, f"{FORMAT}\n")
+        write_atomically(self.config_file, config.to_json())
+
+    def make(self) -> None:
+        """Makes the folder, if it is not there already.
+
+        Raises:
+            UserError: it cannot be made, or holds something else than a run.
+        """
+        if not self.config_file.exists() and self.path.exists():
+            # What a start that was cut short may have left.
+            own = {self.lock.name, self.format_file.name, "format.tmp", "config.json.tmp"}
+            if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - own:
+                raise UserError(f"{self.path} exists and is not a run (no config.json): give another --workdir")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the run folder {self.path}: {error.strerror}") from error
 
     def open_for_training(self, config: Config, is_bound: bool = True) -> None:
         """Makes the folder and writes `config.json`, or checks that the run there goes on under this configuration.
@@ -125,13 +186,8 @@ class RunFolder:
                     f"{self.path} holds a run with another configuration: {changes}. Give another --workdir, or "
                     "the old values; training.num_steps and what concerns logging and decoding may be changed"
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise UserError(f"{self.path} exists and is not a run (no config.json): give another --workdir")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make the run folder {self.path}: {error.strerror}") from error
-        write_atomically(self.config_file, config.to_json())
+        self.make()
+        self.write_config(config)
 
 
 def write_atomically(path: Path, text: str) -> None:

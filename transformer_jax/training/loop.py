@@ -81,7 +81,7 @@ def fit(
     schedule = make_schedule(training, config.model.d_model)
     rng = jax.device_put(dropout_rng(training.seed, training.dropout_generator), replicated(mesh))
 
-    checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by)
+    checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
     state = _first_state(config, mesh, checkpoints, initial_params)
     step = int(state.step)
 

@@ -3,13 +3,18 @@
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 from tqdm import tqdm
 
+from transformer_jax.errors import UserError
 from transformer_jax.run.folder import RunFolder, truncate_after
 
 SECONDS_BETWEEN_LINES = 10.0  # on a stream that is no terminal
@@ -26,29 +31,74 @@ class MetricsWriter:
             truncate_after(path, step)
         self._metrics = run.metrics.open("a", encoding="utf-8")
         self._samples = run.samples.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(run.tensorboard), purge_step=step + 1)
+        self._board = _Board(run.tensorboard, step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of numbers."""
+        """One row of numbers.
+
+        Raises:
+            UserError: the disk is full, say.
+        """
         _append(self._metrics, {"step": step, **values})
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        self._board.write(step, values)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """One row for each sample translation."""
+        """One row for each sample translation; errors as for `write`."""
         for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
     def close(self) -> None:
         """Writes out what is pending."""
-        self._metrics.close()
-        self._samples.close()
-        self._board.close()
+        with ExitStack() as stack:  # each of them, whatever happens to another
+            for file in (self._metrics, self._samples, self._board):
+                stack.callback(_close, file)
+
+
+class _Board:
+    """TensorBoard's event file, written at once: tensorboardX's own writer has a thread, which a full disk ends and
+    which is then waited for without end."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.name = str(folder)
+        with _failures_named(self.name):
+            folder.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(folder / "events"))
+            # What stands in earlier files for later steps is hidden.
+            for event in (
+                Event(step=step + 1, file_version="brain.Event:2"),
+                Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)),
+            ):
+                self._file.write_event(event)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        with _failures_named(self.name):
+            for name, value in values.items():
+                self._file.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _append(file: TextIO, row: Mapping[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    file.flush()
+    with _failures_named(file.name):
+        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.flush()
+
+
+def _close(file: TextIO | _Board) -> None:
+    with _failures_named(file.name):
+        file.close()
+
+
+@contextmanager
+def _failures_named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}. Make room, and the same command goes on from the last checkpoint"
+        ) from error
 
 
 class Progress:

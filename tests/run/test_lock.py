@@ -1,0 +1,42 @@
+"""Two processes do not write one run, and a process that is killed leaves no lock behind."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from transformer_jax.errors import UserError
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.run.lock import locked
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.run.lock import locked
+with locked(RunFolder(Path(sys.argv[1]))):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_run_in_use_is_left_alone_until_its_process_is_killed(tmp_path):
+    run = RunFolder(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        for _ in range(2):
+            with (
+                pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}: wait for"),
+                locked(run),
+            ):
+                pytest.fail("two processes have the lock")
+    finally:
+        holder.kill()
+        holder.communicate()
+    with locked(run):
+        assert run.lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    with locked(run):
+        pass

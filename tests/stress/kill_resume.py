@@ -1,0 +1,163 @@
+"""Kills a tiny training run with SIGKILL at random places, goes on with the same command, and compares.
+
+    python tests/stress/kill_resume.py --kills 50 --seed 0
+
+A run is killed some times, in each of five phases, then goes on to its end; its parameters, optimiser state and logged
+losses must be bit for bit those of a run that was left alone. Prints the kills that were survived by phase, as found at
+the kill. A kill that came after the end does not count.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from killed_run import PHASES  # noqa: E402
+
+NUM_STEPS = 12
+FLAGS = {
+    "model": {"vocab-size": 300, "d-model": 16, "num-layers": 1, "num-heads": 2, "d-ff": 32, "attention-dropout": 0.1},
+    # A few batches an epoch, so that kills fall into several of them and between them.
+    "data": {"numbers-train": 200, "numbers-valid": 10, "numbers-test": 10, "batch-tokens": 1000, "max-shapes": 2},
+    "training": {"log-every": 1, "validate-every": 5, "valid-sentences": 4, "num-samples": 1, "checkpoint-every": 2},
+    "decoding": {"beam-size": 1, "max-extra": 2},
+}
+ARGUMENTS = [f"--{section}.{name}={value}" for section, fields in FLAGS.items() for name, value in fields.items()]
+TIMEOUT = 300
+# How often a phase is entered in a whole run: where to aim.
+OCCURRENCES = {"compilation": 1, "step": NUM_STEPS, "open save": 8, "metric write": NUM_STEPS + 3, "evaluation": 3}
+
+
+def start(workdir, cache, record="-", phase="none", count=0, fraction=0.0):
+    """Runs the command to its end, or to its kill."""
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(cache))
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    environment |= {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    killed_run = [sys.executable, str(Path(__file__).with_name("killed_run.py"))]
+    aim = [str(record), phase, str(count), str(fraction)]
+    command = ["train", f"--workdir={workdir}", f"--training.num-steps={NUM_STEPS}", *ARGUMENTS]
+    return subprocess.run(
+        [*killed_run, *aim, *command], env=environment, capture_output=True, text=True, timeout=TIMEOUT
+    )
+
+
+def train(workdir, cache, *aim):
+    """One start that may be killed but not fail. Returns the exit status and, of a kill, what it recorded."""
+    record = workdir.with_name(workdir.name + ".kill.json")
+    record.unlink(missing_ok=True)
+    done = start(workdir, cache, record, *aim)
+    if done.returncode not in (0, -signal.SIGKILL) or "Traceback" in done.stderr:
+        raise AssertionError(f"{workdir}: status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.returncode, json.loads(record.read_text()) if record.exists() else None
+
+
+def outcome(workdir):
+    """All that has to be the same: the last state, byte by byte, and the logged rows but for their speed."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        state = checkpointer.restore((workdir / "checkpoints" / str(NUM_STEPS) / "state").absolute())
+    import jax
+
+    arrays = {
+        jax.tree_util.keystr(path): (np.asarray(leaf).dtype.str, np.asarray(leaf).tobytes())
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+    }
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("tokens_per_second", None)
+    samples = (workdir / "samples.jsonl").read_text().splitlines()
+    return {"state": arrays, "metrics": rows, "samples": samples}
+
+
+def differences(one, other):
+    """What is not the same, in words; empty if all is."""
+    found = [f"{name} of the state" for name, value in one["state"].items() if other["state"].get(name) != value]
+    return found + [name for name in ("metrics", "samples") if one[name] != other[name]]
+
+
+def make_reference(folder, cache):
+    """What comes out of the run that is left alone."""
+    status, _ = train(folder / "reference", cache)
+    assert status == 0
+    expected = outcome(folder / "reference")
+    assert [row["step"] for row in expected["metrics"] if "loss" in row] == list(range(1, NUM_STEPS + 1))
+    return expected
+
+
+def kill_a_run(workdir, cache, expected, phases, rng):
+    """Starts a run again and again, each time with a kill in the next phase, and at last without.
+
+    Returns:
+        The kills by the phase that they met, and what differs from `expected` in the end.
+    """
+    met, status = Counter(), None
+    for phase in phases:
+        # After a kill less is left to do, so the kill is rather aimed at the beginning.
+        count = rng.randrange(max(1, OCCURRENCES[phase] // 2))
+        # Half of the compilations begin with an empty cache, so that they take their time.
+        is_cold = phase == "compilation" and rng.random() < 0.5
+        status, record = train(workdir, Path(f"{workdir}-cache") if is_cold else cache, phase, count, rng.random())
+        if status == 0:
+            break
+        met[record["phase"]] += 1
+    if status != 0:
+        train(workdir, cache)
+    return met, differences(expected, outcome(workdir))
+
+
+def kill_and_compare(folder, num_kills, seed):
+    """Kills runs until `num_kills` kills count, with at least a tenth of them in each phase.
+
+    Returns:
+        Kills survived and kills, by phase.
+    """
+    rng, cache = random.Random(seed), folder / "cache"
+    expected = make_reference(folder, cache)
+    kills, survived = Counter(), Counter()
+    for number in range(1, num_kills + 1):
+        lacking = [phase for phase in PHASES if kills[phase] < num_kills // 10]
+        if sum(kills.values()) >= num_kills and not lacking:
+            break
+        phases = lacking + [phase for phase in PHASES if phase not in lacking and rng.random() < 0.7]
+        rng.shuffle(phases)
+        met, found = kill_a_run(folder / f"run{number}", cache, expected, phases, rng)
+        kills += met
+        survived += Counter() if found else met
+        what = f"{', '.join(found)} differ" if found else "the same bits"
+        print(f"run {number}: {sum(met.values())} kills ({', '.join(met)}): {what}", flush=True)
+        shutil.rmtree(folder / f"run{number}")
+    return survived, kills
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kill-resume-") as folder:
+        survived, kills = kill_and_compare(Path(folder), options.kills, options.seed)
+    print("| killed during | kills | survived |\n|---|---|---|")
+    for phase in (*PHASES, "other"):
+        print(f"| {phase} | {kills[phase]} | {survived[phase]} |")
+    print(f"| all | {sum(kills.values())} | {sum(survived.values())} |")
+    return 0 if survived == kills else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
