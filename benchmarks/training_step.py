@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags.add_argument("--dropout", choices=("paper", "everywhere"), default="paper", help="everywhere: in attention "
                        "and after the activation too, as torch.nn.Transformer has it")  # fmt: skip
     flags.add_argument("--attention-kernel", choices=("auto", "xla"), default="auto")
-    flags.add_argument("--remat", choices=("none", "layers"), default="none")
+    flags.add_argument("--remat", choices=("none", "layers", "dots"), default="none")
     flags.add_argument("--logits-megabytes", type=int)
     options = flags.parse_args(arguments)
     for given, legal, flag in ((options.sizes, SIZES, "--sizes"), (options.peers, PEERS, "--peers")):

@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # transformer_jax/ has to be given its line here.
 LAYERS = (
     ("compilation_cache", "determinism", "errors", "malloc", "types"),
-    ("config_json",),
+    ("config_json", "distributed"),
     ("config",),
     ("recipes", "presets"),
     ("model", "data"),

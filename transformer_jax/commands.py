@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.pipeline import batch_iterator
 from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.distributed import (
+    check_same,
+    check_shared,
+    first_then_all,
+    from_first,
+    is_first,
+    only_first,
+    together,
+)
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.evaluate import Report, Validation, evaluate_pairs
 from transformer_jax.model.transformer import count_parameters
@@ -30,8 +40,8 @@ from transformer_jax.run.folder import RunFolder, write_atomically
 from transformer_jax.run.lock import locked
 from transformer_jax.run.recovery import recover
 from transformer_jax.training.loop import Evaluation, Outcome, fit
-from transformer_jax.training.sharding import make_mesh, row_multiple
-from transformer_jax.types import Batch, Params
+from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
+from transformer_jax.types import Batch, Params, RowParts
 
 Say = Callable[[str], None]
 
@@ -41,10 +51,12 @@ def train(
 ) -> Outcome | None:
     """Trains a run, or goes on with it, and scores it on the test split at the end.
 
+    With several processes (`transformer_jax.distributed`), all call it alike, with a folder that all of them see.
+
     Args:
         config: the recipe.
         workdir: the run's folder.
-        say: called with each line for the user.
+        say: called with each line for the user, in the first process.
         profile: whether to trace some steps into the run's `profile/`.
         strict: whether to refuse a run whose newest checkpoint is damaged, rather than to go on from the one before.
 
@@ -59,77 +71,83 @@ def train(
             f"decoding.checkpoint is {config.decoding.checkpoint!r} and training.average_last 0: the test after "
             "the last step can take last or best, or average with training.average_last"
         )
-    if jax.process_count() > 1:
-        raise UserError(f"{jax.process_count()} processes; training runs in one process so far, on all of its devices")
     run = RunFolder(Path(workdir))
+    check_same("the configuration", config.to_json())
+    if not is_first():
+        say = _say_nothing
     if run.imported.is_file():
         raise UserError(
             f"{run.path} was imported: train a run of its own from it, with --training.init-from {run.path} and "
             "another --workdir"
         )
-    run.make()
-    with locked(run):
+    only_first(run.make)
+    with ExitStack() as stack:
+        only_first(lambda: stack.enter_context(locked(run)))
         return _train(config, run, say, profile=profile, strict=strict)
 
 
 def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: bool) -> Outcome | None:
     """`train` in a run's folder that is there and locked."""
-    steps = recover(run, strict=strict)
+    steps = from_first(together(lambda: recover(run, strict=strict) if is_first() else []))
     # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
-    run.open_for_training(config, is_bound=bool(steps))
+    only_first(lambda: run.open_for_training(config, is_bound=bool(steps)))
+    check_shared(run.path)
     if not steps:
-        shutil.rmtree(run.tokenizer, ignore_errors=True)
+        only_first(lambda: shutil.rmtree(run.tokenizer, ignore_errors=True))
     elif steps[-1] > config.training.num_steps:
         raise UserError(f"training.num_steps is {config.training.num_steps}; {run.path} has done {steps[-1]} steps")
     elif steps[-1] == config.training.num_steps:
         say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
-        result = json.loads(run.result.read_text(encoding="utf-8")) if run.result.is_file() else {}
+        result = from_first(json.loads(run.result.read_text(encoding="utf-8")) if run.result.is_file() else {})
         if result.get("asked") == _asked(config):
             say_result(result, say)
         else:
-            _test(config, run, read_split(config.data, "test"), say)
+            _test(config, run, together(lambda: read_split(config.data, "test")), say)
         return None
 
     started = time.monotonic()
     mesh = make_mesh(config.training.mesh_data, config.training.mesh_fsdp, config.training.mesh_tensor)
-    pairs = read_split(config.data, "train")
+    pairs = together(lambda: read_split(config.data, "train"))
     assert pairs is not None  # data.train is never empty
     tokenizers, params = _starting_point(config, run, pairs, is_fresh=not steps)
-    encoded = load_or_encode(config, "train", tokenizers, run.cache, pairs)
+    encoded = first_then_all(lambda: load_or_encode(config, "train", tokenizers, run.cache, pairs))
     say(f"{pairs.origin}: {encoded.report}")
-    if steps and run.data_sha256.is_file() and run.data_sha256.read_text().strip() != encoded.sha256():
+    sha256 = encoded.sha256()
+    check_same(f"the encoded text of {pairs.origin}", sha256)
+    trained_on = from_first(run.data_sha256.read_text().strip() if run.data_sha256.is_file() else sha256)
+    if steps and trained_on != sha256:
         raise UserError(
             f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}; put those "
             "back, or start another run with --workdir (and --training.init-from this one)"
         )
-    write_atomically(run.data_sha256, encoded.sha256() + "\n")
+    only_first(lambda: write_atomically(run.data_sha256, sha256 + "\n"))
     plan = _plan(config, encoded)
     say(
         f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
         f"in an order of {plan.order_bits:,.0f} bits; {count_parameters(config.model):,} parameters; "
-        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s); ready after {time.monotonic() - started:.0f} s"
+        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s){_in_processes()}; "
+        f"ready after {time.monotonic() - started:.0f} s"
     )
     if steps:
         say(f"resuming {run.path} at step {steps[-1]}")
-    del pairs
-    test = read_split(config.data, "test")  # now, so that a mistake is found before the training
+    test = together(lambda: read_split(config.data, "test"))  # now, so that a mistake is found before the training
     evaluate: Callable[[Params, int], Evaluation] = _no_evaluation
-    valid = read_split(config.data, "valid")
+    valid = together(lambda: read_split(config.data, "valid"))
     if valid is not None:
-        encoded_valid = load_or_encode(config, "valid", tokenizers, run.cache, valid)
+        encoded_valid = first_then_all(lambda: load_or_encode(config, "valid", tokenizers, run.cache, valid))
         evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
     # What was left by a run that was shorter.
-    run.result.unlink(missing_ok=True)
-    shutil.rmtree(run.average, ignore_errors=True)
-    multiple = row_multiple(mesh, config.training.accumulate)
+    only_first(lambda: run.result.unlink(missing_ok=True))
+    only_first(lambda: shutil.rmtree(run.average, ignore_errors=True))
+    multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
     outcome = fit(
         config,
         run,
         mesh,
-        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=multiple),
+        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=multiple, parts=parts),
         evaluate,
         params,
-        announced=_empty_batches(config, encoded, plan, multiple),
+        announced=_empty_batches(config, encoded, plan, multiple, parts),
         profile=profile,
     )
     if outcome.interrupted_by:
@@ -147,6 +165,15 @@ def _no_evaluation(params: Params, step: int) -> Evaluation:
     return Evaluation()
 
 
+def _say_nothing(line: str) -> None:
+    """Of all processes but the first."""
+
+
+def _in_processes() -> str:
+    count = jax.process_count()
+    return f" in {count} processes" if count > 1 else ""
+
+
 def _plan(config: Config, encoded: EncodedPairs) -> Plan:
     """Which pairs stand in which batch, as `data.batching` says."""
     data, seed = config.data, config.training.seed
@@ -156,14 +183,16 @@ def _plan(config: Config, encoded: EncodedPairs) -> Plan:
     return BatchPlan(*lengths, choose_shapes(*lengths, data.batch_tokens, data.max_shapes), seed)
 
 
-def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: int) -> list[Batch]:
+def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: int, parts: RowParts) -> list[Batch]:
     """Of each shape that the plan has a batch of nothing but padding."""
     nothing = np.zeros(0, np.int64)
     in_row = nothing if config.data.batching == "packed" else None
-    return [make_batch(encoded, nothing, shape, config.model, multiple, in_row) for shape in plan.shapes]
+    return [make_batch(encoded, nothing, shape, config.model, multiple, in_row, parts) for shape in plan.shapes]
 
 
-def _batches_from(start: int, *, encoded: EncodedPairs, plan: Plan, config: Config, multiple: int) -> Any:
+def _batches_from(
+    start: int, *, encoded: EncodedPairs, plan: Plan, config: Config, multiple: int, parts: RowParts
+) -> Any:
     return batch_iterator(
         encoded,
         plan,
@@ -172,8 +201,7 @@ def _batches_from(start: int, *, encoded: EncodedPairs, plan: Plan, config: Conf
         config.training.num_steps,
         multiple,
         config.data.prefetch,
-        jax.process_index(),
-        jax.process_count(),
+        parts,
     )
 
 
@@ -184,11 +212,16 @@ def _starting_point(
     source = RunFolder(Path(config.training.init_from)) if config.training.init_from else None
     if source and is_fresh:
         _check_same_function(source.load_config(), config)
-    if not run.tokenizer.is_dir():
-        tokenizers = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
-        tokenizers.save(run.tokenizer)
-    tokenizers = TokenizerPair.load(run.tokenizer)
-    tokenizers.check_fits(config.model)
+
+    def make_or_load() -> TokenizerPair:
+        if not run.tokenizer.is_dir():
+            made = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
+            made.save(run.tokenizer)
+        tokenizers = TokenizerPair.load(run.tokenizer)
+        tokenizers.check_fits(config.model)
+        return tokenizers
+
+    tokenizers = first_then_all(make_or_load)
     if source is None or not is_fresh:
         return tokenizers, None
     old = source.load_config()
@@ -223,10 +256,10 @@ def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None
     """The run's figures on the test split, printed and written to `result.json`."""
     if config.training.average_last:
         # Of those checkpoints that were written, at most so many.
-        last = min(config.training.average_last, len(checkpoint_steps(run)))
+        last = min(config.training.average_last, from_first(len(checkpoint_steps(run))))
         average_checkpoints(run, config.model, last)
     if pairs is None:
-        write_atomically(run.result, json.dumps({"asked": _asked(config)}, indent=2) + "\n")
+        only_first(lambda: write_atomically(run.result, json.dumps({"asked": _asked(config)}, indent=2) + "\n"))
         say(f"{run.path} has no test: no such split is configured (data.test)")
         return
     checkpoint = config.decoding.checkpoint
@@ -235,7 +268,7 @@ def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None
         say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
     result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
     result["asked"] = _asked(config)
-    write_atomically(run.result, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    only_first(lambda: write_atomically(run.result, json.dumps(result, indent=2, ensure_ascii=False) + "\n"))
     say_result(result, say)
 
 

@@ -115,9 +115,10 @@ class ModelConfig:
     attention_kernel: Literal["auto", "xla"] = "auto"
     """What computes attention. xla: three operations. auto: cuDNN's fused kernel where it can serve, on NVIDIA GPUs
     since Ampere, with dtype bfloat16 and without attention_dropout; xla elsewhere."""
-    remat: Literal["none", "layers"] = "none"
+    remat: Literal["none", "layers", "dots"] = "none"
     """layers: the backward pass computes each layer again rather than keeping what is inside it: less memory, a third
-    more work. On CPUs it needs scan_layers."""
+    more work. dots: it keeps what the products with parameters give and computes the rest again, such as attention
+    weights: hardly more work. On CPUs they need scan_layers."""
     scan_layers: bool = False
     """Compile a stack's layers as one loop: compiles faster, runs slower. The parameters are the same."""
 

@@ -40,3 +40,22 @@ class Batch(NamedTuple):
     """`b s`: 1, 2, ... for the positions of a row's first, second, ... pair, 0 for padding. None: a pair a row."""
     tgt_segments: np.ndarray | None = None
     """`b t`: the same of `tgt_in` and `tgt_out`; None where `src_segments` is."""
+
+
+class RowParts(NamedTuple):
+    """Which of how many equal, contiguous parts of a global batch's rows a process needs.
+
+    >>> RowParts((1,), 4).rows(8)
+    array([2, 3])
+    """
+
+    mine: tuple[int, ...] = (0,)
+    """Ascending."""
+    num_parts: int = 1
+
+    def rows(self, num_rows: int) -> np.ndarray:
+        """Their numbers in a batch of `num_rows` rows; `num_parts` divides them."""
+        return np.arange(num_rows).reshape(self.num_parts, -1)[list(self.mine)].ravel()
+
+
+ALL_ROWS = RowParts()

@@ -10,6 +10,7 @@ from transformer_jax.data.batching import BatchPlan, choose_shapes
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pipeline import batch_iterator
+from transformer_jax.types import RowParts
 
 MODEL = ModelConfig(vocab_size=100)
 
@@ -58,13 +59,16 @@ def test_a_batch_does_not_depend_on_where_one_starts(encoded, plan):
 
 def test_processes_share_the_rows(encoded, plan):
     whole = list(batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=4))
-    parts = [
-        list(batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=4, process_index=p, process_count=2))
-        for p in range(2)
-    ]
     assert all(len(batch.src) % 4 == 0 for batch in whole)
-    joined = [tuple(map(np.concatenate, zip(*map(arrays, pair), strict=True))) for pair in zip(*parts, strict=True)]
-    assert same(joined, map(arrays, whole))
+    for one, other in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3), ())):  # of four parts
+        halves = [
+            list(batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=4, parts=RowParts(mine, 4)))
+            for mine in (one, other)
+        ]
+        places = [part for mine in (one, other) for part in mine]
+        for batch, *pair in zip(whole, *halves, strict=True):
+            for x, *found in zip(arrays(batch), *map(arrays, pair), strict=True):
+                assert np.array_equal(np.concatenate(found), np.concatenate([np.split(x, 4)[i] for i in places]))
     # A number of devices that does not divide the rows adds empty rows and changes nothing else.
     alone = batch_iterator(encoded, plan, MODEL, 0, 20)
     for one, more in zip(alone, whole, strict=True):
@@ -72,8 +76,8 @@ def test_processes_share_the_rows(encoded, plan):
         for x, y in zip(arrays(one), arrays(more), strict=True):
             assert np.array_equal(x, y[:rows])
             assert not y[rows:].any()
-    with pytest.raises(ValueError, match="row_multiple 3 is not a multiple of process_count 2"):
-        batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=3, process_count=2)
+    with pytest.raises(ValueError, match="row_multiple 3 is not a multiple of the 2 parts"):
+        batch_iterator(encoded, plan, MODEL, 0, 20, row_multiple=3, parts=RowParts((0,), 2))
 
 
 def test_stopping_early_is_clean(encoded, plan):

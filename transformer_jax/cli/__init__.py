@@ -12,6 +12,7 @@ from transformer_jax.cli import models, runs
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.determinism import make_deterministic
+from transformer_jax.distributed import describe, has_joined, is_first, leave
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.malloc import tune_malloc
 
@@ -72,15 +73,26 @@ def main(args: Sequence[str] | None = None) -> int:
     except UserError as error:
         if show_traceback:
             traceback.print_exc()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {_who()}{' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
+        if has_joined():
+            leave(1)
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
         return 1
     except Exception as error:  # a defect here: one line for the user, all of it with --traceback
+        if has_joined():
+            if show_traceback:
+                traceback.print_exc()
+            print(
+                f"error: {_who()}{first_line(error)}\nif another process has ended, that is why, and its last lines "
+                "say more; the same command in all processes goes on from the last checkpoint",
+                file=sys.stderr,
+            )
+            leave(1)
         if show_traceback:
             raise
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -95,6 +107,10 @@ def train_main() -> int:
     return main(["train", *sys.argv[1:]])
 
 
+def _who() -> str:
+    return f"{describe()}: " if has_joined() else ""
+
+
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, UserWarning):
+    if issubclass(category, UserWarning) and (not has_joined() or is_first()):
         print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import codecs
 import dataclasses
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag, usage_error
 from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.distributed import Cluster, from_first, is_first, join
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
 
@@ -27,6 +29,7 @@ def train(args: list[str]) -> None:
     class Train(Config):
         workdir: Path = Path("runs") / (_run_name(recipe) if recipe else "numbers")
         """The run's folder. The same command again goes on with the run there."""
+        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     default = Train(**{item.name: getattr(config, item.name) for item in dataclasses.fields(Config)})
     parsed = parse(
@@ -41,6 +44,7 @@ def train(args: list[str]) -> None:
         "gives the same bits in every run on GPUs too.",
         config=(FlagConversionOff,),  # `--section.field VALUE` for every field, be it True or False
     )
+    join_processes(parsed.cluster)
     from transformer_jax import commands
 
     commands.train(
@@ -65,6 +69,7 @@ def translate(args: list[str]) -> None:
         run: Positional[Path]
         """The run's folder."""
         decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
+        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     parsed = parse(
         Translate,
@@ -73,10 +78,16 @@ def translate(args: list[str]) -> None:
         default=Translate(MISSING, _decoding_of(args)),
         description="Reads lines on stdin and writes one translation for each on stdout. Defaults are the run's own.",
     )
+    with_others = join_processes(parsed.cluster)
     from transformer_jax.decoding.translator import Translator
 
     translator = Translator.load(parsed.run, **_given(parsed.decoding, args))
-    for translation in translator.translate(_stdin_lines()):
+    if with_others:
+        lines = from_first(_stdin_lines() if is_first() else None)
+        translations = translator.translate(lines, shared=True)
+    else:
+        translations = translator.translate(_stdin_lines())
+    for translation in translations if is_first() else ():
         sys.stdout.buffer.write(translation.encode("utf-8", "replace") + b"\n")
     sys.stdout.buffer.flush()
 
@@ -118,6 +129,7 @@ def evaluate(args: list[str]) -> None:
         """Score without case."""
         json: bool = False
         """One JSON object a run, one a line, and nothing else on stdout."""
+        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     parsed = parse(
         Evaluate,
@@ -130,6 +142,7 @@ def evaluate(args: list[str]) -> None:
         usage_error("evaluate", "name a run")
     if (parsed.source is None) != (parsed.reference is None):
         usage_error("evaluate", "--source and --reference go together")
+    join_processes(parsed.cluster)
     from transformer_jax import commands
     from transformer_jax.data.pairs import Pairs
     from transformer_jax.data.text_files import read_lines
@@ -144,11 +157,25 @@ def evaluate(args: list[str]) -> None:
         result = commands.evaluate(
             run, pairs, parsed.split, tokenize=parsed.tokenize, lowercase=parsed.lowercase, **given
         )
+        if not is_first():
+            continue
         if parsed.json:
             print(json.dumps(result, ensure_ascii=False), flush=True)
         else:
             print(f"{result['run']}, checkpoint {result['checkpoint']}")
             commands.say_result(result, print)
+
+
+def join_processes(cluster: Cluster) -> bool:
+    """`distributed.join`. Returns whether there are several."""
+    if not join(cluster):
+        return False
+    # What libraries print, such as Gloo on CPUs, is not the command's output.
+    sys.stdout.flush()
+    output = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    os.dup2(2, 1)
+    sys.stdout = output
+    return True
 
 
 def average(args: list[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.types import Batch
+from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
 _MOST_LENGTHS = 512  # different lengths that choose_shapes looks at; its time and memory grow with the square
 
@@ -100,7 +100,14 @@ class Plan(Protocol):
     def order_bits(self) -> float:
         """Entropy of an epoch's order: the logarithm to base 2 of the number of orders that are equally likely."""
 
-    def batch(self, index: int, encoded: EncodedPairs, model: ModelConfig, row_multiple: int = 1) -> Batch:
+    def batch(
+        self,
+        index: int,
+        encoded: EncodedPairs,
+        model: ModelConfig,
+        row_multiple: int = 1,
+        parts: RowParts = ALL_ROWS,
+    ) -> Batch:
         """Global batch `index`, from 0 on over all epochs; the rest as for `make_batch`."""
 
 
@@ -159,10 +166,17 @@ class BatchPlan:
         cut = self._cuts[batches[place]]
         return self.shapes[cut.shape], pairs[cut.start : cut.stop]
 
-    def batch(self, index: int, encoded: EncodedPairs, model: ModelConfig, row_multiple: int = 1) -> Batch:
+    def batch(
+        self,
+        index: int,
+        encoded: EncodedPairs,
+        model: ModelConfig,
+        row_multiple: int = 1,
+        parts: RowParts = ALL_ROWS,
+    ) -> Batch:
         """Global batch `index`; the rest as for `make_batch`."""
         shape, pairs = self.rows(index)
-        return make_batch(encoded, pairs, shape, model, row_multiple)
+        return make_batch(encoded, pairs, shape, model, row_multiple, parts=parts)
 
     @property
     def padding_share(self) -> float:
@@ -192,6 +206,7 @@ def make_batch(
     model: ModelConfig,
     row_multiple: int = 1,
     pairs_in_row: np.ndarray | None = None,
+    parts: RowParts = ALL_ROWS,
 ) -> Batch:
     """The pairs as padded arrays.
 
@@ -202,16 +217,22 @@ def make_batch(
         model: says the special ids, what the decoder reads first and whether the source ends with EOS.
         row_multiple: `shape.rows` is rounded up to a multiple of it, so that devices divide the rows.
         pairs_in_row: for a packed batch, how many of the pairs stand in each of the first rows. None: one a row.
+        parts: which of the rows are made; their number divides `row_multiple`.
 
     Returns:
         int32 arrays; rows after the pairs hold nothing but padding.
     """
     rows = -(-shape.rows // row_multiple) * row_multiple
+    in_row = np.ones(len(pairs), np.int64) if pairs_in_row is None else pairs_in_row
+    row = np.repeat(np.arange(len(in_row)), in_row)
+    if len(parts.mine) < parts.num_parts:
+        chosen, place = parts.rows(rows), np.full(rows, -1)
+        place[chosen] = np.arange(len(chosen))
+        pairs, row, rows = pairs[place[row] >= 0], place[row], len(chosen)
+        row = row[row >= 0]
     src = np.full((rows, shape.src_length), model.pad_id, np.int32)
     tgt_in = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
     tgt_out = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
-    in_row = np.ones(len(pairs), np.int64) if pairs_in_row is None else pairs_in_row
-    row = np.repeat(np.arange(len(in_row)), in_row)
 
     lengths = encoded.source_offsets[pairs + 1] - encoded.source_offsets[pairs]
     first = _counted_in(row, lengths + int(model.source_eos))
@@ -235,7 +256,12 @@ def make_batch(
 
 
 def eval_batches(
-    encoded: EncodedPairs, shapes: Sequence[Shape], batch_tokens: int, model: ModelConfig, row_multiple: int = 1
+    encoded: EncodedPairs,
+    shapes: Sequence[Shape],
+    batch_tokens: int,
+    model: ModelConfig,
+    row_multiple: int = 1,
+    parts: RowParts = ALL_ROWS,
 ) -> Iterator[Batch]:
     """Every pair once, in a fixed order, in batches of the shapes, and of one longer shape if some pair needs it.
 
@@ -243,7 +269,7 @@ def eval_batches(
         encoded: the corpus.
         shapes: a ladder from `choose_shapes`, such as training's.
         batch_tokens: budget of the longer shape.
-        model, row_multiple: as for `make_batch`.
+        model, row_multiple, parts: as for `make_batch`.
     """
     source_lengths, target_lengths = encoded.source_lengths, encoded.target_lengths
     src = max(int(source_lengths.max()), shapes[-1].src_length)
@@ -253,7 +279,7 @@ def eval_batches(
     bucket = _buckets(source_lengths, target_lengths, shapes)
     order = np.argsort(bucket, kind="stable")
     for cut in _cut(bucket, shapes):
-        yield make_batch(encoded, order[cut.start : cut.stop], shapes[cut.shape], model, row_multiple)
+        yield make_batch(encoded, order[cut.start : cut.stop], shapes[cut.shape], model, row_multiple, parts=parts)
 
 
 class _Cut(NamedTuple):

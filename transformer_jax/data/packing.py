@@ -10,7 +10,7 @@ import numpy as np
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.batching import EpochOrders, Shape, equal_parts, log2_factorials, make_batch
 from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.types import Batch
+from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
 _STREAM = 4096  # pairs that are packed one after the other; the streams of a corpus are packed side by side
 _OPEN_ROWS = 32  # of a stream
@@ -119,11 +119,18 @@ class PackedPlan:
         chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
         return [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
 
-    def batch(self, index: int, encoded: EncodedPairs, model: ModelConfig, row_multiple: int = 1) -> Batch:
+    def batch(
+        self,
+        index: int,
+        encoded: EncodedPairs,
+        model: ModelConfig,
+        row_multiple: int = 1,
+        parts: RowParts = ALL_ROWS,
+    ) -> Batch:
         """Global batch `index`; the rest as for `make_batch`."""
         rows = self.rows(index)
         pairs_in_row = np.array([len(row) for row in rows])
-        return make_batch(encoded, np.concatenate(rows), self._shape, model, row_multiple, pairs_in_row)
+        return make_batch(encoded, np.concatenate(rows), self._shape, model, row_multiple, pairs_in_row, parts)
 
     @property
     def padding_share(self) -> float:

@@ -11,14 +11,11 @@ import grain
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.batching import Plan
 from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.types import Batch
+from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
 
 class BatchSource:
-    """Global batches start to stop - 1 as a random-access source: item i is global batch start + i.
-
-    With several processes, process p of n gets the p-th n-th of the rows of every batch.
-    """
+    """Global batches start to stop - 1 as a random-access source: item i is global batch start + i, or parts of it."""
 
     def __init__(
         self,
@@ -28,23 +25,19 @@ class BatchSource:
         start: int,
         stop: int,
         row_multiple: int = 1,
-        process_index: int = 0,
-        process_count: int = 1,
+        parts: RowParts = ALL_ROWS,
     ) -> None:
-        if row_multiple % process_count:
-            raise ValueError(f"row_multiple {row_multiple} is not a multiple of process_count {process_count}")
+        if row_multiple % parts.num_parts:
+            raise ValueError(f"row_multiple {row_multiple} is not a multiple of the {parts.num_parts} parts")
         self._encoded, self._plan, self._model = encoded, plan, model
         self._start, self._stop = start, stop
-        self._row_multiple, self._process_index, self._process_count = row_multiple, process_index, process_count
+        self._row_multiple, self._parts = row_multiple, parts
 
     def __len__(self) -> int:
         return max(0, self._stop - self._start)
 
     def __getitem__(self, index: int) -> Batch:
-        batch = self._plan.batch(self._start + int(index), self._encoded, self._model, self._row_multiple)
-        rows = len(batch.src) // self._process_count
-        mine = slice(self._process_index * rows, (self._process_index + 1) * rows)
-        return batch._replace(**{name: array[mine] for name, array in batch._asdict().items() if array is not None})
+        return self._plan.batch(self._start + int(index), self._encoded, self._model, self._row_multiple, self._parts)
 
 
 def batch_iterator(
@@ -55,8 +48,7 @@ def batch_iterator(
     stop: int,
     row_multiple: int = 1,
     prefetch: int = 8,
-    process_index: int = 0,
-    process_count: int = 1,
+    parts: RowParts = ALL_ROWS,
 ) -> Iterator[Batch]:
     """Global batches `start` to `stop - 1` in order, made up to `prefetch` ahead by two threads.
 
@@ -66,11 +58,11 @@ def batch_iterator(
         model: special ids, decoder start, source EOS.
         start: global batches consumed already.
         stop: global batches consumed at the end.
-        row_multiple: rows are rounded up to a multiple of it, with empty rows; a multiple of `process_count`.
+        row_multiple: rows are rounded up to a multiple of it, with empty rows.
         prefetch: batches made ahead; 1 or more.
-        process_index, process_count: each process gets its equal, contiguous part of every batch's rows.
+        parts: which rows of every batch this process gets; their number divides `row_multiple`.
     """
-    source = BatchSource(encoded, plan, model, start, stop, row_multiple, process_index, process_count)
+    source = BatchSource(encoded, plan, model, start, stop, row_multiple, parts)
     if not len(source):
         return iter(())
     options = grain.ReadOptions(num_threads=min(2, prefetch), prefetch_buffer_size=prefetch)

@@ -15,6 +15,7 @@ from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.cached_search import Prepared, prepare, search
 from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.distributed import gather
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
@@ -69,14 +70,15 @@ class Translator:
         checkpoint = resolve_checkpoint(folder, config.decoding.checkpoint, config.training.best_by)
         return cls(config, load_params(checkpoint, config.model), TokenizerPair.load(folder.tokenizer))
 
-    def translate(self, texts: Sequence[str]) -> list[str]:
+    def translate(self, texts: Sequence[str], *, shared: bool = False) -> list[str]:
         """The best translation of each text, in the order of the texts; an empty line stays empty."""
-        return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1)]
+        return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1, shared=shared)]
 
-    def translate_n_best(self, texts: Sequence[str], n_best: int) -> list[list[Hypothesis]]:
+    def translate_n_best(self, texts: Sequence[str], n_best: int, *, shared: bool = False) -> list[list[Hypothesis]]:
         """The best translations of each text, best first: `n_best` of them where the search found so many.
 
-        With `stopping` paper, one that came to no EOS within its limit stands behind those that did.
+        With `stopping` paper, one that came to no EOS within its limit stands behind those that did. With `shared` all
+        processes of a job call this with the same texts: each translates its share, and all get the whole.
 
         Raises:
             UserError: n_best is more than the beam, or the texts are one string.
@@ -86,7 +88,9 @@ class Translator:
         beam_size = self.config.decoding.beam_size
         if not 1 <= n_best <= beam_size:
             raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
-        model, rows = self.config.model, self._encode(texts)
+        model, all_rows = self.config.model, self._encode(texts)
+        mine = set(_share(all_rows) if shared else range(len(all_rows)))
+        rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
         unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
         forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
@@ -119,6 +123,10 @@ class Translator:
             for (indices, _), found in zip(batches, answers, strict=True):
                 for row, index in enumerate(indices):
                     results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+        if shared:
+            for found_there in gather([(index, results[index]) for index in mine]):
+                for index, hypotheses in found_there:
+                    results[index] = [Hypothesis(*hypothesis) for hypothesis in hypotheses]
         return results
 
     def _prepare(self) -> Prepared:
@@ -161,6 +169,12 @@ class Translator:
             )
             for place, text in zip(places, texts, strict=True)
         ]
+
+
+def _share(rows: Sequence[Sequence[int]]) -> list[int]:
+    """The rows that this process translates: every n-th by length, so that all have about as much to do."""
+    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
+    return order[jax.process_index() :: jax.process_count()]
 
 
 def _budget(decoding: DecodingConfig, prepared: Prepared) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Loss, perplexity and translation scores of parameters on sentence pairs."""
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -16,13 +17,14 @@ from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.distributed import gather
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loop import Evaluation, max_logits
-from transformer_jax.training.sharding import put_batch, row_multiple
+from transformer_jax.training.sharding import gather_params, put_batch, row_multiple, row_parts
 from transformer_jax.training.step import eval_step
-from transformer_jax.types import Batch, Params
+from transformer_jax.types import ALL_ROWS, Batch, Params, RowParts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +52,20 @@ def corpus_loss(
     mesh: Mesh | None = None,
     max_logits: int | None = None,
 ) -> float:
-    """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64."""
+    """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64.
+
+    With several processes, all call it: with a mesh they compute each batch together, of which each has its rows;
+    without one they have the same batches and share them out.
+    """
     loss_sum, num_tokens = 0.0, 0
-    for batch in batches:
+    alone = mesh is None
+    for batch in itertools.islice(batches, jax.process_index(), None, jax.process_count()) if alone else batches:
         sums = jax.device_get(
             _eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model, max_logits=max_logits)
         )
         loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
+    if alone:
+        loss_sum, num_tokens = (sum(values) for values in zip(*gather([loss_sum, num_tokens]), strict=True))
     return loss_sum / max(num_tokens, 1)
 
 
@@ -75,6 +84,8 @@ def evaluate_pairs(
 ) -> Report:
     """Translates the sources, scores against the targets, and computes the loss of the targets.
 
+    With several processes, all call it with the same pairs; each does its share, and all get the whole.
+
     Args:
         translator: the run.
         pairs: sources and references.
@@ -89,7 +100,7 @@ def evaluate_pairs(
     model, limit = Transformer(config.model), max_logits(config.training)
     loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
     start = time.monotonic()
-    hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1)]
+    hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1, shared=True)]
     seconds = time.monotonic() - start
     translations = [hypothesis.text for hypothesis in hypotheses]
     references = reference_texts(pairs, tokenizers)
@@ -111,7 +122,7 @@ class Validation:
         self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
         self._model = Transformer(config.model)
         _check_lengths(encoded, pairs, config.model)
-        self._batches = list(_batches(encoded, config, row_multiple(mesh)))
+        self._batches = list(_batches(encoded, config, row_multiple(mesh), row_parts(mesh)))
         # Spread over the split, which may be sorted.
         count = min(max(training.valid_sentences, training.num_samples), len(pairs))
         chosen = np.linspace(0, len(pairs) - 1, count).astype(int)
@@ -126,7 +137,8 @@ class Validation:
         figures = {"valid_loss": loss, "valid_perplexity": perplexity(loss)}
         translations: Sequence[str] = []
         if self._sources:
-            translations = Translator(self._config, params, self._tokenizers).translate(self._sources)
+            translator = Translator(self._config, gather_params(params, self._mesh), self._tokenizers)
+            translations = translator.translate(self._sources, shared=True)
         if self._config.training.valid_sentences:
             scores = score_corpus(translations, self._references, tokenization_of(self._config))
             figures |= {
@@ -155,8 +167,8 @@ def _check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> N
         )
 
 
-def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1) -> Iterable[Batch]:
+def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1, parts: RowParts = ALL_ROWS) -> Iterable[Batch]:
     """Evaluation needs no gradients: a few shapes and a budget that stays small where training's is large."""
     budget = min(config.data.batch_tokens, 8192)
     shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
-    return eval_batches(encoded, shapes, budget, config.model, multiple)
+    return eval_batches(encoded, shapes, budget, config.model, multiple, parts)

@@ -139,6 +139,10 @@ class DecoderLayer(nn.Module):
         return self.connection.leave(x, y, self.feed_forward_norm, deterministic)
 
 
+# What `remat` keeps inside a layer; None: nothing.
+_REMAT_POLICIES = {"layers": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
 def _run_stack(
     stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], inputs: tuple[Any, ...], deterministic: bool
 ) -> Float[Array, "b t d_model"]:
@@ -150,8 +154,8 @@ def _run_stack(
 
     if config.scan_layers and not stack.is_initializing():
         return _scan_stack(stack, x, run_layer, deterministic)
-    if config.remat == "layers":
-        run_layer = nn.remat(run_layer)
+    if config.remat != "none":
+        run_layer = nn.remat(run_layer, policy=_REMAT_POLICIES[config.remat])
     for layer in stack.layer:
         x = run_layer(layer, x)
     return x
@@ -171,8 +175,8 @@ def _scan_stack(
         rngs = {} if key is None else {"dropout": key}
         return layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs), None
 
-    if stack.config.remat == "layers":
-        advance = jax.checkpoint(advance, prevent_cse=False)
+    if stack.config.remat != "none":
+        advance = jax.checkpoint(advance, prevent_cse=False, policy=_REMAT_POLICIES[stack.config.remat])
     return jax.lax.scan(advance, x, (params, keys))[0]
 
 

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.distributed import is_first, only_first
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.run.folder import RunFolder
@@ -62,7 +63,7 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         needed, free = _size(state), shutil.disk_usage(self._folder).free
-        if free < needed:
+        if is_first() and free < needed:
             raise UserError(
                 f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._folder} has {free / 1e6:,.1f} "
                 f"MB free: it was not written. {self._way_on()}"
@@ -89,8 +90,9 @@ class Checkpoints:
 
     def _write_manifest(self) -> None:
         """Called when the files are written and their folder has not yet the name of a checkpoint."""
-        (unfinished,) = self._folder.glob(f"{self._saving}.*")
-        write_manifest(unfinished)
+        if is_first():
+            (unfinished,) = self._folder.glob(f"{self._saving}.*")
+            write_manifest(unfinished)
 
     @contextmanager
     def _failures_named(self) -> Iterator[None]:
@@ -221,9 +223,9 @@ def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
 def save_params(folder: Path, params: Params) -> None:
     """Writes parameters alone, so that `load_params` reads them; what stood in the folder is replaced when whole."""
     unfinished = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    only_first(lambda: shutil.rmtree(unfinished, ignore_errors=True))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((unfinished / "state").absolute(), {"params": params})
-    write_manifest(unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    only_first(lambda: write_manifest(unfinished))
+    only_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+    only_first(lambda: unfinished.rename(folder))

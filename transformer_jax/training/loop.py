@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from transformer_jax.config import Config, TrainingConfig
+from transformer_jax.distributed import Asked, Requests, gather, is_first
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import Checkpoints
@@ -23,7 +24,15 @@ from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.metrics import MetricsWriter, Progress
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 from transformer_jax.training.profiling import Profile
-from transformer_jax.training.sharding import batch_sharding, put_batch, replicated, row_multiple, tree_shardings
+from transformer_jax.training.sharding import (
+    batch_sharding,
+    gather_over_fsdp,
+    put_batch,
+    put_params,
+    replicated,
+    row_multiple,
+    tree_shardings,
+)
 from transformer_jax.training.state import TrainState, dropout_rng, init_rng, init_state
 from transformer_jax.training.step import Metrics, train_step
 from transformer_jax.types import Batch, Params
@@ -46,7 +55,7 @@ class Outcome:
     state: TrainState
     step: int
     interrupted_by: str | None = None
-    """The name of the signal that ended it, if one did."""
+    """The name of the signal that ended it, if one did, in whichever process."""
 
 
 def fit(
@@ -61,6 +70,9 @@ def fit(
     profile: bool = False,
 ) -> Outcome:
     """Trains until `training.num_steps`, from where the run's last checkpoint stands.
+
+    With several processes, all call it alike. They stop and save after the same steps, and the first one alone writes
+    metrics and samples and says how far it is.
 
     Args:
         config: the run's configuration.
@@ -79,13 +91,17 @@ def fit(
     model = Transformer(config.model)
     optimizer = make_optimizer(training, config.model.d_model)
     schedule = make_schedule(training, config.model.d_model)
-    rng = jax.device_put(dropout_rng(training.seed, training.dropout_generator), replicated(mesh))
+    make_rng = partial(dropout_rng, training.seed, training.dropout_generator)
+    rng = jax.jit(make_rng, out_shardings=replicated(mesh))()
 
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
     state = _first_state(config, mesh, checkpoints, initial_params)
     step = int(state.step)
 
-    def step_and_rate(state: TrainState, batch: Batch, rng: Array) -> tuple[TrainState, tuple[Metrics, Array]]:
+    requests, asked = Requests(mesh), Asked()
+
+    def step_and_rate(state: TrainState, batch: Batch, rng_and_asked: Any) -> tuple[TrainState, Any, Any]:
+        rng, all_asked = rng_and_asked
         new_state, metrics = train_step(
             state,
             batch,
@@ -96,35 +112,46 @@ def fit(
             mass=training.smoothing_mass,
             accumulate=training.accumulate,
             max_logits=max_logits(training, mesh),
+            before_use=partial(gather_over_fsdp, mesh=mesh),
         )
-        return new_state, (metrics, schedule(state.step))
+        return new_state, (metrics, schedule(state.step)), None if all_asked is None else all_asked.max(axis=0)
 
     jitted_step = jax.jit(
         step_and_rate,
-        in_shardings=(jax.tree.map(lambda x: x.sharding, state), batch_sharding(mesh), replicated(mesh)),
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh)),
+        in_shardings=(jax.tree.map(lambda x: x.sharding, state), batch_sharding(mesh), None),
+        out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)),
         donate_argnums=0,
     )
 
-    writer = MetricsWriter(run, step)
+    writer = MetricsWriter(run, step, is_first())
     with (
-        Progress(step, training.num_steps) as progress,
+        Progress(step, training.num_steps, is_first()) as progress,
         _Signals() as signals,
         closing(writer),
-        closing(Profile(run.profile if profile else None, step + 1, progress.say)) as tracing,
+        closing(Profile(run.profile if profile and is_first() else None, step + 1, progress.say)) as tracing,
         closing(checkpoints),  # whatever happens, a checkpoint that was started becomes whole
     ):
         compiled_step = CompiledStep(
-            jitted_step, state, rng, [put_batch(batch, mesh) for batch in announced], progress.say
+            jitted_step,
+            state,
+            (rng, requests.put(asked)),
+            [put_batch(batch, mesh) for batch in announced],
+            progress.say,
         )
         watch = _Watch()
         last_saved, last_save_time = step, time.monotonic()
         progress.restart()
         batches = batches_from(step)
-        while step < training.num_steps and not signals.received:
+
+        def ask() -> Asked:
+            return Asked(signals.received, time.monotonic() - last_save_time >= training.checkpoint_seconds)
+
+        while step < training.num_steps and not (asked := requests.hear(ask())).signal:
             tracing.before(step + 1)
-            state, reported = compiled_step(state, put_batch(next(batches), mesh), rng)
+            batch = put_batch(next(batches), mesh)
+            state, reported, carried = compiled_step(state, batch, (rng, requests.put(ask())))
             step += 1
+            requests.add(carried)
             tracing.after(step, reported)
             watch.add(step, *reported)
             progress.advance()
@@ -142,7 +169,8 @@ def fit(
                     try:
                         evaluation = evaluate(state.params, step)
                     except BaseException:
-                        checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
+                        if jax.process_count() == 1:  # the others may not have come to this
+                            checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
                         raise
                     figures = evaluation.metrics
                     if figures:
@@ -150,15 +178,17 @@ def fit(
                         writer.write_samples(step, evaluation.samples)
                         progress.say(_describe(step, evaluation))
             is_due = step % training.checkpoint_every == 0 or bool(figures)
-            if is_due or is_last or time.monotonic() - last_save_time >= training.checkpoint_seconds:
+            if is_due or is_last or asked.save:
                 watch.check_all()  # so that no checkpoint holds a state that is not finite
                 checkpoints.save(step, state, figures)
                 last_saved, last_save_time = step, time.monotonic()
+                requests.forget()
 
         watch.check_all()
         if last_saved != step:
             checkpoints.save(step, state)
-    return Outcome(state, step, signals.received)
+        received = max(gather(signals.received))
+    return Outcome(state, step, signal.Signals(received).name if received else None)
 
 
 def max_logits(training: TrainingConfig, mesh: Mesh | None = None) -> int:
@@ -181,7 +211,7 @@ def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_p
         return checkpoints.restore(latest, target)
     state = jax.jit(make, out_shardings=shardings)(init_rng(config.training.seed))
     if initial_params is not None:
-        state = state.replace(params=jax.device_put(initial_params, shardings.params, may_alias=False))
+        state = state.replace(params=put_params(initial_params, shardings.params))
     return state
 
 
@@ -262,7 +292,7 @@ class _Signals:
     """Ctrl-C and SIGTERM end the loop after the step in hand; a second one ends the program at once."""
 
     def __init__(self) -> None:
-        self.received: str | None = None
+        self.received = 0  # its number
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> "_Signals":
@@ -278,6 +308,6 @@ class _Signals:
             signal.signal(number, old)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+        self.received = number
         for given, old in self._old.items():
             signal.signal(given, old)

@@ -23,10 +23,14 @@ SECONDS_BETWEEN_LINES = 10.0  # on a stream that is no terminal
 class MetricsWriter:
     """Appends to `metrics.jsonl` and `samples.jsonl`, and writes the same numbers for TensorBoard.
 
-    Opened at the step a run goes on from, it drops the rows after that step: each logged step is there once.
+    Opened at the step a run goes on from, it drops the rows after that step: each logged step is there once. One that
+    is not `enabled`, as in all processes but the first, does nothing.
     """
 
-    def __init__(self, run: RunFolder, step: int) -> None:
+    def __init__(self, run: RunFolder, step: int, enabled: bool = True) -> None:
+        self._enabled = enabled
+        if not enabled:
+            return
         for path in (run.metrics, run.samples):
             truncate_after(path, step)
         self._metrics = run.metrics.open("a", encoding="utf-8")
@@ -39,16 +43,20 @@ class MetricsWriter:
         Raises:
             UserError: the disk is full, say.
         """
+        if not self._enabled:
+            return
         _append(self._metrics, {"step": step, **values})
         self._board.write(step, values)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """One row for each sample translation; errors as for `write`."""
-        for sample in samples:
+        for sample in samples if self._enabled else ():
             _append(self._samples, {"step": step, **sample})
 
     def close(self) -> None:
         """Writes out what is pending."""
+        if not self._enabled:
+            return
         with ExitStack() as stack:  # each of them, whatever happens to another
             for file in (self._metrics, self._samples, self._board):
                 stack.callback(_close, file)
@@ -104,11 +112,11 @@ def _failures_named(path: str) -> Iterator[None]:
 class Progress:
     """Steps done, loss, tokens per second, learning rate and time left, on stderr.
 
-    A bar on a terminal; elsewhere a line every ten seconds.
+    A bar on a terminal; elsewhere a line every ten seconds. Nothing if it is not `enabled`.
     """
 
-    def __init__(self, step: int, num_steps: int) -> None:
-        self._is_terminal = sys.stderr.isatty()
+    def __init__(self, step: int, num_steps: int, enabled: bool = True) -> None:
+        self._enabled, self._is_terminal = enabled, enabled and sys.stderr.isatty()
         self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._is_terminal)
         self._start = (time.monotonic(), step)
         self._last_line = 0.0
@@ -137,6 +145,8 @@ class Progress:
         figures = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, learning rate {learning_rate:.2e}"
         self._bar.set_postfix_str(figures)
         now = time.monotonic()
+        if not self._enabled:
+            return
         if not self._is_terminal and (now - self._last_line >= SECONDS_BETWEEN_LINES or self._step == self._num_steps):
             self._last_line = now
             done = self._step - self._start[1]
@@ -151,5 +161,5 @@ class Progress:
         """A line of its own, above the bar."""
         if self._is_terminal:
             self._bar.write(message, file=sys.stderr)
-        else:
+        elif self._enabled:
             print(message, file=sys.stderr, flush=True)

@@ -1,13 +1,15 @@
 """Where arrays live on many devices: a mesh and one table from parameter path to `PartitionSpec`."""
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.errors import UserError
+from transformer_jax.types import RowParts
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -38,9 +40,14 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     if sizes[0] * fsdp * tensor != count:
         raise UserError(
             f"training.mesh_data {data}, mesh_fsdp {fsdp} and mesh_tensor {tensor} do not multiply to the "
-            f"{count} devices there are"
+            f"{count} devices there are{_in_processes()}"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _in_processes() -> str:
+    count = jax.process_count()
+    return f" ({count} processes, {jax.local_device_count()} devices in this one)" if count > 1 else ""
 
 
 def partition_spec(path: str) -> PartitionSpec:
@@ -48,7 +55,7 @@ def partition_spec(path: str) -> PartitionSpec:
     return next((spec for pattern, spec in PARAMETER_SPECS if re.search(pattern, path)), PartitionSpec())
 
 
-def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A `NamedSharding` for each leaf of a tree of parameters, or of an optimiser state, whose paths end alike.
 
     Raises:
@@ -79,12 +86,60 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, BATCH_SPEC)
 
 
+def gather_over_fsdp(params: Any, mesh: Mesh) -> Any:
+    """Parameters as the model is to use them, under `jit`: whole along `fsdp`, split along `tensor` alone.
+
+    Left alone, XLA spreads the split of the embedding table's columns to the activations, so that every device computes
+    all rows, and activations travel in place of parameters.
+    """
+
+    def gather(leaf: Any, sharding: NamedSharding) -> Any:
+        spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(gather, params, tree_shardings(params, mesh)) if mesh.shape["fsdp"] > 1 else params
+
+
 def row_multiple(mesh: Mesh, accumulate: int = 1) -> int:
     """The rows of a batch must be a multiple of this."""
     return mesh.shape["data"] * mesh.shape["fsdp"] * accumulate
 
 
+@lru_cache
+def row_parts(mesh: Mesh) -> RowParts:
+    """The rows of a batch that the devices of this process hold; all of them where only `tensor` crosses processes."""
+    devices = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    mine = [i for i, row in enumerate(devices) if any(d.process_index == jax.process_index() for d in row)]
+    return RowParts(tuple(mine), len(devices))
+
+
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """A tree of this process's rows (NumPy) as global arrays on the mesh."""
-    sharding = batch_sharding(mesh)
-    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, np.asarray(rows)), batch)
+    """A tree of this process's rows (NumPy), those of `row_parts`, as global arrays on the mesh."""
+    sharding, parts = batch_sharding(mesh), row_parts(mesh)
+
+    def put(rows: Any) -> jax.Array:
+        rows = np.asarray(rows)
+        num_rows = len(rows) // len(parts.mine) * parts.num_parts
+        return jax.make_array_from_process_local_data(sharding, rows, (num_rows, *rows.shape[1:]))
+
+    return jax.tree.map(put, batch)
+
+
+def gather_params(params: Any, mesh: Mesh) -> Any:
+    """Parameters for work that each process does by itself: whole on its first device where there are several."""
+    if jax.process_count() == 1:
+        return params
+    whole = jax.jit(lambda params: params, out_shardings=replicated(mesh))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+
+
+def put_params(params: Any, shardings: Any) -> Any:
+    """Parameters that every process has whole, copied to where the shardings say."""
+    if jax.process_count() == 1:
+        return jax.device_put(params, shardings, may_alias=False)
+
+    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        host = np.array(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, params, shardings)

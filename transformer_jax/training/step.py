@@ -1,5 +1,6 @@
 """THE training step: a pure function, the same on one CPU and on many devices."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,7 @@ def train_step(
     mass: SmoothingMass = "others",
     accumulate: int = 1,
     max_logits: int | None = None,
+    before_use: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[TrainState, Metrics]:
     """One update: forward, loss, backward, Adam.
 
@@ -50,12 +52,13 @@ def train_step(
         dropout_rng: the run's key; this step's is `fold_in(dropout_rng, state.step)`.
         model, optimizer, smoothing, mass, accumulate: constants of the compiled step.
         max_logits: the most logits to hold at a time, over all devices; None: all.
+        before_use: changes where the parameters lie, not what they are, before the model uses them.
     """
     rng = jax.random.fold_in(dropout_rng, state.step)
 
     def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
         rngs = {"dropout": part_rng}
-        sums = _loss_sums(model, params, part, smoothing, mass, max_logits, deterministic=False, rngs=rngs)
+        sums = _loss_sums(model, before_use(params), part, smoothing, mass, max_logits, deterministic=False, rngs=rngs)
         return sums.loss_sum, sums
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
