@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # transformer_jax/ has to be given its line here.
 LAYERS = (
     ("compilation_cache", "determinism", "errors", "malloc", "types"),
-    ("config_json", "distributed"),
+    ("config_json", "distributed", "strict_json"),
     ("config",),
     ("recipes", "presets"),
     ("model", "data"),
@@ -29,7 +29,7 @@ LAYERS = (
     ("training", "decoding"),
     ("evaluation", "interop"),
     ("parity",),
-    ("commands",),
+    ("commands", "doctor"),
     ("cli", "__main__"),
     ("__init__",),
 )

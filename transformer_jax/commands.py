@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolv
 from transformer_jax.run.folder import RunFolder, write_atomically
 from transformer_jax.run.lock import locked
 from transformer_jax.run.recovery import recover
+from transformer_jax.strict_json import to_json
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
 from transformer_jax.types import Batch, Params, RowParts
@@ -98,7 +100,7 @@ def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: b
         raise UserError(f"training.num_steps is {config.training.num_steps}; {run.path} has done {steps[-1]} steps")
     elif steps[-1] == config.training.num_steps:
         say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
-        result = from_first(json.loads(run.result.read_text(encoding="utf-8")) if run.result.is_file() else {})
+        result = from_first(_earlier_result(run))
         if result.get("asked") == _asked(config):
             say_result(result, say)
         else:
@@ -114,7 +116,9 @@ def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: b
     say(f"{pairs.origin}: {encoded.report}")
     sha256 = encoded.sha256()
     check_same(f"the encoded text of {pairs.origin}", sha256)
-    trained_on = from_first(run.data_sha256.read_text().strip() if run.data_sha256.is_file() else sha256)
+    trained_on = from_first(
+        run.data_sha256.read_text(errors="replace").strip() if run.data_sha256.is_file() else sha256
+    )
     if steps and trained_on != sha256:
         raise UserError(
             f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}; put those "
@@ -149,6 +153,7 @@ def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: b
         params,
         announced=_empty_batches(config, encoded, plan, multiple, parts),
         profile=profile,
+        sentences=partial(_sentences_of, encoded=encoded, plan=plan, tokenizers=tokenizers),
     )
     if outcome.interrupted_by:
         say(
@@ -205,6 +210,19 @@ def _batches_from(
     )
 
 
+def _sentences_of(index: int, *, encoded: EncodedPairs, plan: Plan, tokenizers: TokenizerPair) -> list[dict[str, Any]]:
+    """The pairs of a global batch, as the model saw them; numbered as the encoded corpus has them, without those that
+    were left out."""
+    pairs = plan.pairs(index)
+    sides = ("source", tokenizers.source, encoded.source), ("target", tokenizers.target, encoded.target)
+    rows: list[dict[str, Any]] = [{"pair": int(pair)} for pair in pairs]
+    for name, tokenizer, ids_of in sides:
+        ids = [ids_of(int(pair)).tolist() for pair in pairs]
+        for row, row_ids, text in zip(rows, ids, tokenizer.decode(ids), strict=True):
+            row |= {name: text, f"{name}_ids": row_ids}
+    return rows
+
+
 def _starting_point(
     config: Config, run: RunFolder, pairs: Pairs, is_fresh: bool
 ) -> tuple[TokenizerPair, Params | None]:
@@ -242,6 +260,15 @@ def _check_same_function(old: Config, new: Config) -> None:
         raise UserError(f"training.init_from {new.training.init_from} has another model: {'; '.join(differing)}")
 
 
+def _earlier_result(run: RunFolder) -> dict[str, Any]:
+    """What `result.json` says; nothing if it is not there or damaged: it can be computed again."""
+    try:
+        result = json.loads(run.result.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
 def _asked(config: Config) -> dict[str, Any]:
     """What the test's figures depend on besides the run itself."""
     asked = {
@@ -268,7 +295,7 @@ def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None
         say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
     result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
     result["asked"] = _asked(config)
-    only_first(lambda: write_atomically(run.result, json.dumps(result, indent=2, ensure_ascii=False) + "\n"))
+    only_first(lambda: write_atomically(run.result, to_json(result, indent=2) + "\n"))
     say_result(result, say)
 
 
@@ -285,7 +312,9 @@ def say_result(result: dict[str, Any], say: Say) -> None:
         return
     say(f"BLEU {result['bleu']:.2f}  ({result['bleu_signature']})")
     say(f"chrF {result['chrf']:.2f}  ({result['chrf_signature']})")
-    say(f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.3f} per token")
+    # JSON has null for what is not finite.
+    loss, perplexity = (math.inf if result[name] is None else result[name] for name in ("loss", "perplexity"))
+    say(f"loss {loss:.4f}, perplexity {perplexity:.3f} per token")
     say(
         f"{result['num_sentences']} sentences, {result['sentences_per_second']:.1f} sentences/s, "
         f"{result['tokens_per_second']:.0f} tokens/s"

@@ -5,11 +5,12 @@ The docstring under a field is its `--help`. A default is the paper's value wher
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from transformer_jax.config_json import from_tree
+from transformer_jax.config_json import check_numbers, from_tree
 from transformer_jax.errors import UserError
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
@@ -365,6 +366,9 @@ class TrainingConfig:
     """Devices along 'fsdp' (batches split, parameters and optimiser split too)."""
     mesh_tensor: int = 1
     """Devices along 'tensor' (heads and inner width split)."""
+    on_divergence: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite is written down beside the run; then: stop, or skip the step, which
+    leaves parameters and optimiser as they are (10 in a row stop all the same)."""
     init_from: str = ""
     """A run whose weights and tokenizer this one starts from, with a fresh optimiser (fine-tuning)."""
 
@@ -448,7 +452,7 @@ class DecodingConfig:
         _require(self.max_extra >= 0, f"decoding.max_extra is {self.max_extra}; it must not be negative")
         _require(self.alpha >= 0, f"decoding.alpha is {self.alpha}; it must not be negative")
         _require(
-            self.checkpoint in ("last", "best", "average") or self.checkpoint.isdecimal(),
+            re.fullmatch(r"last|best|average|\d{1,18}", self.checkpoint) is not None,
             f"decoding.checkpoint is {self.checkpoint!r}; it must be last, best, average or the number of a step",
         )
 
@@ -464,6 +468,7 @@ class Config:
     decoding: DecodingConfig = field(default_factory=DecodingConfig)
 
     def __post_init__(self) -> None:
+        check_numbers(self.flat())
         _require(
             self.tokenizer.joint or self.model.tie_embeddings != "all",
             f"tokenizer.joint is {self.tokenizer.joint} and model.tie_embeddings {self.model.tie_embeddings!r}: "
@@ -510,22 +515,26 @@ class Config:
         """
         try:
             tree = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{origin}, line {error.lineno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{origin}: not JSON: {error}") from error
         return from_tree(cls, tree, origin)
 
     def flat(self) -> dict[str, Any]:
         """{"model.vocab_size": ..., ...}: every field under its full name."""
         return {
             f"{section.name}.{item.name}": getattr(getattr(self, section.name), item.name)
-            for section in dataclasses.fields(self)
+            for section in dataclasses.fields(Config)  # a subclass may have more
             for item in dataclasses.fields(getattr(self, section.name))
         }
 
 
 def load_config(path: Path) -> Config:
     """Reads a `config.json`."""
-    return Config.from_json(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    return Config.from_json(text, str(path))
 
 
 def _require(condition: bool, message: str) -> None:

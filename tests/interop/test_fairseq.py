@@ -197,6 +197,7 @@ def test_truncated(fsmt, write):
         ({"encoder_normalize_before": "False"}, "the setting encoder_normalize_before is 'False'"),
         ({"encoder": argparse.Namespace(layers=2)}, "the settings encoder are tables"),
         ({"source_lang": "fr"}, "dict.fr.txt: cannot be read as a dictionary"),
+        ({"source_lang": "x/../../secret"}, "name the language 'x/../../secret'; refused"),
     ],
 )
 def test_settings_that_do_not_fit(changes, message, fsmt, write):

@@ -27,6 +27,7 @@ commands:
   import --from FORMAT PATH --output RUN [...]                 a run of another software's model
   export RUN --to FORMAT --output DIR                          a run for another software
   compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
+  doctor [CONFIG|RUN]                                          what is ready here and what needs fixing
   params [CONFIG] [--flops]                                    count parameters and training cost
 
 options:
@@ -45,6 +46,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "import": models.import_model,
     "export": models.export_model,
     "compare": models.compare,
+    "doctor": models.doctor,
     "params": models.params,
 }
 

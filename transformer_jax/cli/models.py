@@ -1,6 +1,5 @@
-"""Parsers of the commands that move and examine models: import, export, compare, params."""
+"""Parsers of the commands that move and examine models: import, export, compare, params; and doctor."""
 
-import json as json_library
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Literal
 from transformer_jax.cli.parsing import Positional, arg, parse, usage_error
 from transformer_jax.errors import UserError
 from transformer_jax.recipes import load_recipe
+from transformer_jax.strict_json import to_json
 
 
 def import_model(args: list[str]) -> None:
@@ -133,4 +133,19 @@ def params(args: list[str]) -> None:
     from transformer_jax.evaluation.cost import params_report, render
 
     report = params_report(parsed.config, parsed.vocab_size, parsed.flops)
-    print(json_library.dumps(report) if parsed.json else render(report))
+    print(to_json(report) if parsed.json else render(report))
+
+
+def doctor(args: list[str]) -> int:
+    """`transformer-jax doctor`: 0 if all is well, 1 if something needs fixing."""
+
+    @dataclass(frozen=True)
+    class Doctor:
+        subject: Positional[str] = ""
+        """A recipe, FILE or FILE:NAME, a run's folder or its config.json; none: this machine alone."""
+
+    parsed = parse(Doctor, "doctor", args, default=None, description="What is ready here, and what needs fixing.")
+    from transformer_jax.doctor import examine
+
+    findings = list(examine(parsed.subject, print))
+    return 0 if all(finding.ok for finding in findings) else 1

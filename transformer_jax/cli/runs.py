@@ -2,7 +2,6 @@
 
 import codecs
 import dataclasses
-import json
 import os
 import sys
 import warnings
@@ -16,6 +15,7 @@ from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.distributed import Cluster, from_first, is_first, join
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
+from transformer_jax.strict_json import to_json
 
 
 def train(args: list[str]) -> None:
@@ -160,7 +160,7 @@ def evaluate(args: list[str]) -> None:
         if not is_first():
             continue
         if parsed.json:
-            print(json.dumps(result, ensure_ascii=False), flush=True)
+            print(to_json(result), flush=True)
         else:
             print(f"{result['run']}, checkpoint {result['checkpoint']}")
             commands.say_result(result, print)

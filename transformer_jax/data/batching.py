@@ -100,6 +100,9 @@ class Plan(Protocol):
     def order_bits(self) -> float:
         """Entropy of an epoch's order: the logarithm to base 2 of the number of orders that are equally likely."""
 
+    def pairs(self, index: int) -> np.ndarray:
+        """Pair numbers (int64) of global batch `index`, row after row."""
+
     def batch(
         self,
         index: int,
@@ -165,6 +168,10 @@ class BatchPlan:
         pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
         return self.shapes[cut.shape], pairs[cut.start : cut.stop]
+
+    def pairs(self, index: int) -> np.ndarray:
+        """Pair numbers (int64) of global batch `index`, row after row."""
+        return self.rows(index)[1]
 
     def batch(
         self,

@@ -19,7 +19,7 @@ from transformer_jax.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the cache; count up when the files or the filter change
+_FORMAT = 2  # of the cache; count up when the files or the filter change
 _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
 
 
@@ -207,6 +207,7 @@ def _save(encoded: EncodedPairs, directory: Path) -> None:
     manifest = {
         "source_eos": encoded.source_eos,
         "report": encoded.report and asdict(encoded.report),
+        "sha256": {name: _file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
     }
     (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     if directory.exists() and _load(directory) is None:
@@ -223,8 +224,16 @@ def _load(directory: Path) -> EncodedPairs | None:
         manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
         arrays = {}
         for name in _ARRAYS:
-            arrays[name] = np.load(directory / f"{name}.npy", mmap_mode="r")  # ValueError if it is cut off
+            path = directory / f"{name}.npy"
+            if _file_sha256(path) != manifest["sha256"][name]:
+                return None
+            arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         report = manifest["report"]
         return EncodedPairs(**arrays, source_eos=manifest["source_eos"], report=report and FilterReport(**report))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
         return None
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

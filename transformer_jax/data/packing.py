@@ -119,6 +119,10 @@ class PackedPlan:
         chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
         return [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
 
+    def pairs(self, index: int) -> np.ndarray:
+        """Pair numbers (int64) of global batch `index`, row after row."""
+        return np.concatenate(self.rows(index))
+
     def batch(
         self,
         index: int,

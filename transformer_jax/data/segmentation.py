@@ -11,7 +11,7 @@ import re
 import typing
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import tokenizers
@@ -80,6 +80,8 @@ class BytePairTokenizer(Tokenizer):
     def __init__(self, library: dict[str, Any]) -> None:
         self._library = tokenizers.Tokenizer.from_str(json.dumps(library | {"added_tokens": []}))
         self.vocab_size = self._library.get_vocab_size()
+        if max(self._library.get_vocab().values(), default=0) >= self.vocab_size:
+            raise ValueError(f"the ids of {self.vocab_size} entries must be 0 to {self.vocab_size - 1}")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -246,8 +248,18 @@ def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int)
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    library.train_from_iterator(texts, trainer)
+    library.train_from_iterator(_cut_long(texts), trainer)
     return BytePairTokenizer(json.loads(library.to_str()))
+
+
+def _cut_long(texts: Iterable[str]) -> Iterator[str]:
+    """Texts beyond 10,000 characters in pieces of 1,000: the trainer needs time with the square of a word's length, so
+    that one word of a megabyte would take it days."""
+    for text in texts:
+        if len(text) <= 10_000:
+            yield text
+        else:
+            yield from (text[start : start + 1_000] for start in range(0, len(text), 1_000))
 
 
 def _words(kind: Kind, text: str) -> list[str]:

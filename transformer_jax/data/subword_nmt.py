@@ -45,7 +45,14 @@ class SubwordTokenizer(WordTokenizer):
         return " ".join(text.split())
 
     def _cut(self, word: str) -> tuple[str, ...]:
-        pieces = [*word[:-1], word[-1] + _END]
+        """A word's pieces. The time goes with the square of its length, so one of more than 1,000 letters, such as a
+        megabyte without a space, is cut in stretches of 200."""
+        stretch = len(word) if len(word) <= 1000 else 200
+        letters = [*word[:-1], word[-1] + _END]
+        pieces = [p for start in range(0, len(word), stretch) for p in self._merge(letters[start : start + stretch])]
+        return (*(f"{piece}@@" for piece in pieces[:-1]), pieces[-1].removesuffix(_END))
+
+    def _merge(self, pieces: list[str]) -> list[str]:
         while len(pieces) > 1:
             best = min(itertools.pairwise(pieces), key=lambda pair: self._ranks.get(pair, len(self._ranks)))
             if best not in self._ranks:
@@ -59,7 +66,7 @@ class SubwordTokenizer(WordTokenizer):
                     merged.append(pieces[place])
                     place += 1
             pieces = merged
-        return (*(f"{piece}@@" for piece in pieces[:-1]), pieces[-1].removesuffix(_END))
+        return pieces
 
     def to_json(self) -> str:
         """The merges stand beside the vocabulary."""

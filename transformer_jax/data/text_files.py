@@ -39,7 +39,7 @@ def read_tsv(config: DataConfig, stem: str) -> Pairs:
     wanted = _columns(config)
     lines = enumerate(_numbered_lines(path), 1)
     first = next(lines, (1, ""))[1].split("\t")
-    numbered = [name.isdecimal() for name in wanted]
+    numbered = [name.isdecimal() and len(name) < 10 for name in wanted]
     if all(numbered):
         places = [int(name) - 1 for name in wanted]
         for place in places:
@@ -101,9 +101,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _numbered_lines(path: Path) -> Iterator[str]:
-    for number, line in enumerate(io.BytesIO(_read_bytes(path)), 1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(io.BytesIO(_read_bytes(path).removeprefix(codecs.BOM_UTF8)), 1):
         try:
             text = line.removesuffix(b"\n").decode("utf-8")
         except UnicodeDecodeError as error:

@@ -140,7 +140,7 @@ class Translator:
         model, decoding = self.config.model, self.config.decoding
         longest, reason = min((decoding.max_source, "decoding.max_source"), (self._room(), "model.max_length"))
         end = [model.eos_id] if model.source_eos else []
-        encoded = self.tokenizers.source.encode([text if text.strip() else "" for text in texts])
+        encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
             if len(ids) + len(end) > longest:
                 warnings.warn(
@@ -160,9 +160,9 @@ class Translator:
         ids = [found.tokens[place, : found.lengths[place]].tolist() for place in places]
         texts = self.tokenizers.target.decode(ids)
         return [
-            # A line break in a translation would be taken for two lines.
+            # A line break in a translation would be taken for two lines, by some readers a carriage return too.
             Hypothesis(
-                " ".join(text.split("\n")),
+                text.replace("\n", " ").replace("\r", " "),
                 float(found.scores[place]),
                 float(found.log_probs[place]),
                 int(found.lengths[place]),
@@ -175,6 +175,15 @@ def _share(rows: Sequence[Sequence[int]]) -> list[int]:
     """The rows that this process translates: every n-th by length, so that all have about as much to do."""
     order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
     return order[jax.process_index() :: jax.process_count()]
+
+
+def _well_formed(text: str) -> str:
+    """The text, with U+FFFD for half a surrogate pair, which no UTF-8 can hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _budget(decoding: DecodingConfig, prepared: Prepared) -> tuple[int, int]:

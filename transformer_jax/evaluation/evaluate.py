@@ -42,6 +42,8 @@ class Report:
     translations: list[str]
 
 
+_MAX_TOKENS = 8192  # of a pair's side, and of a batch: attention needs memory with the square of a length
+
 _eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
 
 
@@ -160,6 +162,11 @@ def _check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> N
     """Nothing is left out of an evaluation, so every pair must fit the model."""
     room = model.max_length - model.position_offset
     longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
+    if longest.max() > _MAX_TOKENS:
+        raise UserError(
+            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens; an evaluation leaves nothing out, "
+            f"at most {_MAX_TOKENS} fit: take the pair out"
+        )
     if model.positions == "learned" and longest.max() > room:
         raise UserError(
             f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens, and the learned position table of "
@@ -169,6 +176,6 @@ def _check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> N
 
 def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1, parts: RowParts = ALL_ROWS) -> Iterable[Batch]:
     """Evaluation needs no gradients: a few shapes and a budget that stays small where training's is large."""
-    budget = min(config.data.batch_tokens, 8192)
+    budget = min(config.data.batch_tokens, _MAX_TOKENS)
     shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
     return eval_batches(encoded, shapes, budget, config.model, multiple, parts)

@@ -6,6 +6,7 @@ decoder starts from EOS.
 """
 
 import argparse
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,9 @@ def _settings(checkpoint: Any, file: Path) -> dict[str, Any]:
 def _languages(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
     source, target = args.get("source_lang"), args.get("target_lang")
     if source and target:
+        for language in (str(source), str(target)):
+            if not re.fullmatch(r"[\w.-]+", language):  # it becomes part of a file's name
+                raise UserError(f"{folder}: the checkpoint's settings name the language {language!r:.80}; refused")
         return str(source), str(target)
     found = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
     raise UserError(

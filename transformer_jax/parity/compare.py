@@ -1,11 +1,10 @@
 """The parity report: two models with the same weights, compared layer by layer, in training and in search."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity import this_side
 from transformer_jax.parity.suspects import find_cause
 from transformer_jax.parity.this_side import ALL_MASKS, Masks, Side
+from transformer_jax.strict_json import to_json
 from transformer_jax.types import Batch, Params
 
 if TYPE_CHECKING:  # it imports torch
@@ -97,7 +97,7 @@ class ParityReport:
             del fields[name]
         for name in ("layers", "gradients"):
             fields[name] = [{key: item[key] for key in ("name", "max_abs", "max_rel")} for item in fields[name]]
-        return json.dumps(_finite(fields), ensure_ascii=False, allow_nan=False)
+        return to_json(fields)
 
 
 def compare_models(
@@ -327,14 +327,6 @@ def _pair(name: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
 def _relative(one: float, other: float) -> float:
     error = abs(one - other) / max(abs(other), 1e-30)
     return error if math.isfinite(error) else math.inf
-
-
-def _finite(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        return {name: _finite(value) for name, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def render(report: ParityReport) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -127,7 +128,7 @@ def _size(state: Any) -> int:
 
 def _goodness(metrics: Any, best_by: str) -> float:
     value = metrics.get(best_by)
-    if value is None:
+    if value is None or math.isnan(value):
         return float("-inf")
     return value if best_by == "valid_bleu" else -value
 
@@ -167,11 +168,18 @@ def resolve_checkpoint(run: RunFolder, which: str, best_by: str = "valid_loss") 
 
 def _best_step(run: RunFolder, steps: list[int], best_by: str) -> int:
     files = {step: run.checkpoints / str(step) / "metrics" / "metrics" for step in steps}
-    scores = {step: _goodness(json.loads(file.read_text()), best_by) for step, file in files.items() if file.is_file()}
+    scores = {step: _stored_goodness(file, best_by) for step, file in files.items() if file.is_file()}
     scores = {step: score for step, score in scores.items() if score > float("-inf")}
     if not scores:
         raise UserError(f"{run.path} has no best checkpoint: no checkpoint there has a {best_by}; use 'last'")
     return max(scores, key=lambda step: (scores[step], step))
+
+
+def _stored_goodness(file: Path, best_by: str) -> float:
+    try:
+        return float(_goodness(json.loads(file.read_text(encoding="utf-8")), best_by))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{file}: not the figures of a checkpoint: {first_line(error)}") from error
 
 
 def load_params(checkpoint: Path, config: ModelConfig) -> Params:
@@ -198,9 +206,9 @@ def load_params(checkpoint: Path, config: ModelConfig) -> Params:
                 target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
             )
             return checkpointer.restore(folder, args=args)["params"]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        if isinstance(error, UserError):
-            raise
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file fails in any of a dozen ways
         raise UserError(f"cannot read the checkpoint {checkpoint}: {first_line(error)}") from error
 
 

@@ -11,6 +11,7 @@ RUN/metrics.jsonl        one JSON object a line: training rows with `loss`, vali
 RUN/samples.jsonl        translations of a few validation sentences
 RUN/result.json          the figures on the test split, once the run is finished
 RUN/tensorboard/         the metrics again, for TensorBoard
+RUN/diverged-STEP.json   what is known of a step whose loss or gradient was not finite
 RUN/cache/               the encoded corpus; may be deleted
 RUN/imported.json        where the parameters come from, if not from training
 RUN/lock                 locked by the process that writes the run
@@ -30,7 +31,7 @@ MAY_CHANGE = frozenset(
     for name in (
         *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
         *("checkpoint_seconds", "keep_checkpoints", "keep_every", "best_by", "average_last", "accumulate"),
-        *("mesh_data", "mesh_fsdp", "mesh_tensor", "logits_megabytes", "dropout_generator"),
+        *("mesh_data", "mesh_fsdp", "mesh_tensor", "logits_megabytes", "dropout_generator", "on_divergence"),
     )
 ) | {"data.prefetch", "data.valid", "data.test", "model.attention_kernel", "model.remat", "model.scan_layers"}
 

@@ -11,16 +11,17 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from transformer_jax.config import Config, TrainingConfig
 from transformer_jax.distributed import Asked, Requests, gather, is_first
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import Checkpoints
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.training.compilation import CompiledStep
+from transformer_jax.training.divergence import Divergence, Sentences
 from transformer_jax.training.metrics import MetricsWriter, Progress
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 from transformer_jax.training.profiling import Profile
@@ -68,6 +69,7 @@ def fit(
     *,
     announced: Sequence[Batch] = (),
     profile: bool = False,
+    sentences: Sentences = lambda index: (),
 ) -> Outcome:
     """Trains until `training.num_steps`, from where the run's last checkpoint stands.
 
@@ -83,9 +85,11 @@ def fit(
         initial_params: what a fresh run starts from, instead of random parameters.
         announced: a batch of each shape that will come: their steps are compiled before the first one.
         profile: whether to trace some steps into the run's `profile/`.
+        sentences: the sentence pairs of a global batch, for the report on a step that is not finite.
 
     Raises:
-        UserError: the loss or the gradient is not finite; the last checkpoint is from before that.
+        UserError: the loss or the gradient is not finite, and `training.on_divergence` says stop or too many such
+            steps were skipped; the last checkpoint is from before that.
     """
     training = config.training
     model = Transformer(config.model)
@@ -98,10 +102,10 @@ def fit(
     state = _first_state(config, mesh, checkpoints, initial_params)
     step = int(state.step)
 
-    requests, asked = Requests(mesh), Asked()
+    requests, asked, stops = Requests(mesh), Asked(), training.on_divergence == "stop"
 
-    def step_and_rate(state: TrainState, batch: Batch, rng_and_asked: Any) -> tuple[TrainState, Any, Any]:
-        rng, all_asked = rng_and_asked
+    def step_and_rate(state: TrainState, batch: Batch, others: Any) -> tuple[TrainState, Any, Any]:
+        rng, proceed, all_asked = others
         new_state, metrics = train_step(
             state,
             batch,
@@ -112,9 +116,11 @@ def fit(
             mass=training.smoothing_mass,
             accumulate=training.accumulate,
             max_logits=max_logits(training, mesh),
+            proceed=proceed,
             before_use=partial(gather_over_fsdp, mesh=mesh),
         )
-        return new_state, (metrics, schedule(state.step)), None if all_asked is None else all_asked.max(axis=0)
+        rate = schedule(state.opt_state[-1].count)
+        return new_state, (metrics, rate), None if all_asked is None else all_asked.max(axis=0)
 
     jitted_step = jax.jit(
         step_and_rate,
@@ -123,6 +129,10 @@ def fit(
         donate_argnums=0,
     )
 
+    divergence = Divergence(config, run, rng, sentences, max_logits(training, mesh))
+    # After a step that is not finite those that come before it is noticed change nothing, if the run is to stop: so the
+    # parameters of that step are still there to be looked into. The device hands this on; nobody waits for it.
+    proceed = jax.device_put(np.bool_(True), replicated(mesh))
     writer = MetricsWriter(run, step, is_first())
     with (
         Progress(step, training.num_steps, is_first()) as progress,
@@ -134,11 +144,17 @@ def fit(
         compiled_step = CompiledStep(
             jitted_step,
             state,
-            (rng, requests.put(asked)),
+            (rng, proceed, requests.put(asked)),
             [put_batch(batch, mesh) for batch in announced],
             progress.say,
         )
-        watch = _Watch()
+
+        def on_not_finite(step: int, problem: str, batch: Batch) -> None:
+            in_a_row = divergence.handle(step, problem, batch, state.params)
+            writer.write(step, {"skipped": float(in_a_row)})
+            progress.say(f"step {step} skipped: {problem}")
+
+        watch = _Watch(on_not_finite)
         last_saved, last_save_time = step, time.monotonic()
         progress.restart()
         batches = batches_from(step)
@@ -149,17 +165,20 @@ def fit(
         while step < training.num_steps and not (asked := requests.hear(ask())).signal:
             tracing.before(step + 1)
             batch = put_batch(next(batches), mesh)
-            state, reported, carried = compiled_step(state, batch, (rng, requests.put(ask())))
+            state, reported, carried = compiled_step(state, batch, (rng, proceed, requests.put(ask())))
             step += 1
             requests.add(carried)
+            if stops:
+                proceed = reported[0].updated
             tracing.after(step, reported)
-            watch.add(step, *reported)
+            watch.add(step, batch, *reported)
             progress.advance()
 
             if step % training.log_every == 0 or step == training.num_steps:
                 row = watch.row()
-                writer.write(step, row)
-                progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
+                if row is not None:
+                    writer.write(step, row)
+                    progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
 
             is_last = step == training.num_steps
             figures: Mapping[str, float] = {}
@@ -229,16 +248,21 @@ def fetch(values: Any) -> Any:
 
 
 class _Watch:
-    """Fetches each step's metrics one step late, so that the device is never waited for, and checks them."""
+    """Fetches each step's metrics one step late, so that the device is never waited for, and checks them.
 
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, Metrics, Array]] = []
+    Args:
+        on_not_finite: called with step, problem and batch of a step whose loss or gradient is not finite.
+    """
+
+    def __init__(self, on_not_finite: Callable[[int, str, Batch], None]) -> None:
+        self._on_not_finite = on_not_finite
+        self._pending: list[tuple[int, Batch, Metrics, Array]] = []
         self._last: tuple[Metrics, float] | None = None
         self._tokens = 0
         self._since = time.monotonic()
 
-    def add(self, step: int, metrics: Metrics, learning_rate: Array) -> None:
-        self._pending.append((step, metrics, learning_rate))
+    def add(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
+        self._pending.append((step, batch, metrics, learning_rate))
         while len(self._pending) > 1:
             self._check(*self._pending.pop(0))
 
@@ -246,10 +270,11 @@ class _Watch:
         while self._pending:
             self._check(*self._pending.pop(0))
 
-    def row(self) -> dict[str, float]:
-        """The figures of the step added last."""
+    def row(self) -> dict[str, float] | None:
+        """The figures of the step added last; None if it was skipped."""
         self.check_all()
-        assert self._last is not None
+        if self._last is None:
+            return None
         now = time.monotonic()
         rate = self._tokens / max(now - self._since, 1e-9)
         self._tokens, self._since = 0, now
@@ -259,20 +284,21 @@ class _Watch:
             "learning_rate": learning_rate,
             "tokens_per_second": rate,
             "grad_norm": float(metrics.grad_norm),
+            "param_norm": float(metrics.param_norm),
         }
 
     def paused(self) -> "_Pause":
         """Time spent inside is not training time."""
         return _Pause(self)
 
-    def _check(self, step: int, metrics: Metrics, learning_rate: Array) -> None:
+    def _check(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
         metrics, learning_rate = fetch((metrics, learning_rate))
+        self._last = None
         for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
             if not math.isfinite(value):
-                raise UserError(
-                    f"training stopped: the {name} of step {step} is {float(value)}. Checkpoints are from before it; "
-                    "a lower learning rate, more warmup_steps or training.clip_norm 1 may help"
-                )
+                with self.paused():
+                    self._on_not_finite(step, f"the {name} of step {step} is {float(value)}", batch)
+                return
         self._tokens += int(metrics.num_tokens)
         self._last = (metrics, float(learning_rate))
 

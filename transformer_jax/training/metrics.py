@@ -1,6 +1,5 @@
 """What a run writes about itself: JSON lines, TensorBoard, and the progress on the screen."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from transformer_jax.errors import UserError
 from transformer_jax.run.folder import RunFolder, truncate_after
+from transformer_jax.strict_json import to_json
 
 SECONDS_BETWEEN_LINES = 10.0  # on a stream that is no terminal
 
@@ -90,7 +90,7 @@ class _Board:
 
 def _append(file: TextIO, row: Mapping[str, Any]) -> None:
     with _failures_named(file.name):
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        file.write(to_json(row) + "\n")
         file.flush()
 
 

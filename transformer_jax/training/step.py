@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import LossSums, SmoothingMass
@@ -25,6 +25,10 @@ class Metrics(NamedTuple):
     """Target tokens in the batch, padding not counted."""
     grad_norm: Float[Array, ""]
     """Global norm of the gradient of `loss`, before clipping."""
+    param_norm: Float[Array, ""]
+    """Global norm of the parameters that the loss was computed with."""
+    updated: Bool[Array, ""]
+    """Whether the step changed the parameters: its loss and its gradient are finite, and `proceed` was true."""
 
 
 def train_step(
@@ -38,9 +42,12 @@ def train_step(
     mass: SmoothingMass = "others",
     accumulate: int = 1,
     max_logits: int | None = None,
+    proceed: Bool[Array, ""] | bool = True,
     before_use: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[TrainState, Metrics]:
     """One update: forward, loss, backward, Adam.
+
+    A step whose loss or gradient is not finite changes nothing but `state.step`, the position in the data.
 
     Sums are taken over the whole batch and divided once by its number of target tokens, so the update does not depend
     on how the batch is split over devices or, but for the dropout bits of the parts, over time with `accumulate`. Under
@@ -52,13 +59,16 @@ def train_step(
         dropout_rng: the run's key; this step's is `fold_in(dropout_rng, state.step)`.
         model, optimizer, smoothing, mass, accumulate: constants of the compiled step.
         max_logits: the most logits to hold at a time, over all devices; None: all.
+        proceed: False: change nothing, as if this step were not finite.
         before_use: changes where the parameters lie, not what they are, before the model uses them.
     """
     rng = jax.random.fold_in(dropout_rng, state.step)
 
     def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
         rngs = {"dropout": part_rng}
-        sums = _loss_sums(model, before_use(params), part, smoothing, mass, max_logits, deterministic=False, rngs=rngs)
+        sums, _ = loss_sums(
+            model, before_use(params), part, smoothing, mass, max_logits, deterministic=False, rngs=rngs
+        )
         return sums.loss_sum, sums
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -69,20 +79,25 @@ def train_step(
         (grads, sums), _ = sum_over(lambda part: (grad_fn(state.params, *part), None), parts)
     count = jnp.maximum(sums.num_tokens, 1).astype(sums.loss_sum.dtype)
     grads = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / count, grads)
-    grad_norm = optax.tree.norm(grads)
+    grad_norm, loss = optax.tree.norm(grads), sums.loss_sum / count
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = Metrics(sums.loss_sum / count, sums.num_tokens, grad_norm)
+    updated = proceed & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(updated, new, old), (params, opt_state), (state.params, state.opt_state)
+    )
+    param_norm = optax.tree.norm(jax.tree.map(lambda p: p.astype(sum_dtype(p)), state.params))
+    metrics = Metrics(loss, sums.num_tokens, grad_norm, param_norm, updated)
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: int | None = None) -> LossSums:
     """Sums of the cross-entropy without dropout and without smoothing."""
-    return _loss_sums(model, params, batch, 0.0, "others", max_logits, deterministic=True)
+    return loss_sums(model, params, batch, 0.0, "others", max_logits, deterministic=True)[0]
 
 
-def _loss_sums(
+def loss_sums(
     model: Transformer,
     params: Params,
     batch: Batch,
@@ -90,17 +105,24 @@ def _loss_sums(
     mass: SmoothingMass,
     max_logits: int | None,
     **options: Any,
-) -> LossSums:
-    x, output = model.apply(
+) -> tuple[LossSums, Any]:
+    """Sums of the loss over a batch, and the model's mutable collections, of which there are none unless asked for.
+
+    Args:
+        model, params, batch, smoothing, mass, max_logits: as for `train_step`.
+        options: for `model.apply`.
+    """
+    (x, output), collections = model.apply(
         {"params": params},
         batch.src,
         batch.tgt_in,
         src_segments=batch.src_segments,
         tgt_segments=batch.tgt_segments,
         method="before_logits",
-        **options,
+        **{"mutable": ["intermediates"], **options},
     )
     targets, pad_id = jnp.asarray(batch.tgt_out), model.config.pad_id
-    return projected_cross_entropy(
+    sums = projected_cross_entropy(
         x, output, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id, max_logits=max_logits
     )
+    return sums, collections

@@ -1,0 +1,134 @@
+"""Config files and flags that hold anything: a `Config`, or a `UserError`; nothing else, and nothing is run."""
+
+import io
+import json
+import sys
+import types
+import warnings
+
+import pytest
+from garbage import bounded, json_values, mutated_bytes, mutated_json
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_jax import cli, commands
+from transformer_jax.config import Config, load_config
+from transformer_jax.errors import UserError
+from transformer_jax.recipes import numbers_config
+from transformer_jax.strict_json import to_json
+
+TREE = json.loads(numbers_config().to_json())
+
+
+def check(read):
+    """It is read, or refused in words; what is read can be written and read again."""
+    try:
+        config = read()
+    except UserError as error:
+        assert 0 < len(str(error)) < 3000  # noqa: PT017  any of them will do
+        return
+    text = config.to_json()
+    json.loads(text, parse_constant=pytest.fail)
+    assert Config.from_json(text) == config
+
+
+@bounded(600)
+@given(mutated_json(TREE))
+def test_any_tree(tree):
+    check(lambda: Config.from_json(json.dumps(tree)))
+
+
+@bounded(100)
+@given(json_values)
+def test_any_json(value):
+    check(lambda: Config.from_json(json.dumps(value)))
+
+
+@bounded(300)
+@given(mutated_bytes(numbers_config().to_json().encode()))
+def test_any_bytes(tmp_path, data):
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    check(lambda: load_config(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "not JSON"),
+        ('{"training": {"seed": ' + "9" * 5000 + "}}", "not JSON"),
+        ('{"training": {"seed": ' + "9" * 30 + "}}", "training.seed has 100 bits"),
+        ('{"training": {"clip_norm": ' + "9" * 400 + "}}", "training.clip_norm"),
+        ('{"training": {"checkpoint_seconds": Infinity}}', "training.checkpoint_seconds is inf"),
+        ('{"model": {"norm_epsilon": NaN}}', "model.norm_epsilon is nan"),
+        ('{"decoding": {"checkpoint": "' + "9" * 5000 + '"}}', "decoding.checkpoint"),
+    ],
+    ids=["nesting", "5000 digits", "30 digits", "400 digits", "infinity", "not a number", "a long step"],
+)
+def test_what_was_a_traceback_once(text, said):
+    with pytest.raises(UserError, match=said):
+        Config.from_json(text)
+
+
+def test_a_file_that_is_no_text_or_no_file(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"model": "\xff"}')
+    for path in (tmp_path / "config.json", tmp_path):
+        with pytest.raises(UserError, match="cannot be read"):
+            load_config(path)
+
+
+FLAGS = [f"--{name.replace('_', '-')}" for name in Config().flat()]
+VALUES = st.one_of(
+    st.sampled_from(
+        ["", "nan", "inf", "-1", "0", "1e999", "9" * 40, "9" * 5000, "None", "True", "\0", "--", "{", "best"]
+    ),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+
+
+@bounded(25)
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), VALUES), min_size=1, max_size=3))
+def test_any_flags(pairs):
+    """Status 0, 1 or 2, and never a defect's line."""
+    with pytest.MonkeyPatch.context() as patch:
+        trained, err = [], io.StringIO()
+        patch.setattr(warnings, "showwarning", warnings.showwarning)
+        patch.setattr(sys, "stderr", err)
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(commands, "train", lambda config, *_, **__: trained.append(config))
+        try:
+            status = cli.main(["train", *(word for pair in pairs for word in pair), "--no-malloc-tuning"])
+        except SystemExit as error:
+            status = error.code
+    assert status in (0, 1, 2)
+    assert (status == 0) == bool(trained)
+    assert "--traceback" not in err.getvalue()
+    assert "Traceback" not in err.getvalue()
+    assert status == 0 or err.getvalue().strip()
+
+
+def test_json_is_strict():
+    """What has no number is null; what UTF-8 cannot hold is an escape."""
+    text = to_json({"perplexity": float("inf"), "loss": [float("nan"), (1.5,)], "text": "\ud800ä"})
+    assert json.loads(text.encode("utf-8"), parse_constant=pytest.fail) == {
+        "perplexity": None,
+        "loss": [None, [1.5]],
+        "text": "\ud800ä",
+    }
+
+
+def test_an_evaluation_that_overflows_is_said_as_json_and_in_words(monkeypatch, capsys):
+    found = {"run": "r", "checkpoint": "last", "bleu": 0.0, "bleu_signature": "s", "chrf": 0.0, "chrf_signature": "s"}
+    found |= {"loss": 1000.0, "perplexity": float("inf"), "exact_match": 0.0, "num_sentences": 1}
+    found |= {"sentences_per_second": 1.0, "tokens_per_second": 1.0}
+    monkeypatch.setattr(commands, "evaluate", lambda *_, **__: found)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO()))
+    assert cli.main(["evaluate", "r", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert read["perplexity"] is None
+    said: list[str] = []
+    commands.say_result(read, said.append)
+    assert "loss 1000.0000, perplexity inf per token" in said

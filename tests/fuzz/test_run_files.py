@@ -1,0 +1,90 @@
+"""The files of a run, damaged one at a time: a `UserError`, or, where a file is not asked for, no harm."""
+
+import gc
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax import commands
+from transformer_jax.config import ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.run.checkpoint import load_params, resolve_checkpoint, save_params
+from transformer_jax.run.folder import RunFolder
+
+MODEL = ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+
+HARMS = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "emptied": lambda file: file.write_bytes(b""),
+    "removed": lambda file: file.unlink(),
+    "garbage": lambda file: file.write_bytes(np.random.default_rng(0).bytes(max(64, file.stat().st_size))),
+    "other JSON": lambda file: file.write_text('[{"a": null}]'),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of parameters, and what they are."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = jax.jit(Transformer(MODEL).init)(jax.random.key(0), tokens, tokens)["params"]
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    save_params(folder, params)
+    return folder, params
+
+
+# What a failed restore of Orbax leaves behind is collected here, not in the middle of another test.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("harm", HARMS)
+def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
+    """It is refused in words, or the parameters are the right ones: bits of the arrays are the manifest's to check."""
+    whole, params = saved
+    refused = 0
+    for number, file in enumerate(sorted(file for file in whole.rglob("*") if file.is_file())):
+        copy = tmp_path / str(number)
+        shutil.copytree(whole, copy)
+        HARMS[harm](copy / file.relative_to(whole))
+        try:
+            loaded = load_params(copy, MODEL)
+        except UserError as error:
+            refused += str(copy) in str(error)
+            continue
+        jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    load_params(whole, MODEL)
+    gc.collect()
+    assert refused > 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"valid_loss": "low"}', '{"valid_loss": null}', "\x80"])
+def test_the_figures_of_a_checkpoint(tmp_path, text):
+    run = RunFolder(tmp_path)
+    (run.checkpoints / "3" / "metrics").mkdir(parents=True)
+    (run.checkpoints / "3" / "metrics" / "metrics").write_bytes(text.encode("latin-1"))
+    said = "has no best checkpoint" if "null}" in text else "not the figures of a checkpoint"
+    with pytest.raises(UserError, match=said):
+        resolve_checkpoint(run, "best")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', "9" * 5000, "[" * 100_000, "\x80"])
+def test_an_earlier_result(tmp_path, text):
+    (tmp_path / "result.json").write_bytes(text.encode("latin-1"))
+    assert commands._earlier_result(RunFolder(tmp_path)) in ({}, {"a": 1})
+
+
+def test_names_in_files_lead_nowhere(tmp_path):
+    """A run is its folder: no field of `config.json` says where its own files are, and a step is a number."""
+    run = RunFolder(tmp_path / "run")
+    (tmp_path / "5" / "state").mkdir(parents=True)
+    run.checkpoints.mkdir(parents=True)
+    (run.checkpoints / "4").mkdir()
+    for which in ("../5", "../../5", str(tmp_path / "5"), "4/../../../5", "5"):
+        with pytest.raises(UserError, match="has no checkpoint"):
+            resolve_checkpoint(run, which)
+    config = json.dumps({"decoding": {"checkpoint": "../../5"}})
+    run.config_file.write_text(config)
+    with pytest.raises(UserError, match=r"decoding\.checkpoint is '\.\./\.\./5'"):
+        run.load_config()

@@ -1,0 +1,131 @@
+"""Text through tokenizers, and tokenizers whose files hold anything."""
+
+import json
+import random
+import time
+
+import pytest
+from garbage import PIECES, bounded, mutated_bytes, mutated_json, texts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_jax.config import Config, ModelConfig, TokenizerConfig
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.segmentation import tokenizer_from_json
+from transformer_jax.data.subword_nmt import SubwordTokenizer
+from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer, train_tokenizers
+from transformer_jax.errors import UserError
+from transformer_jax.types import SPECIAL_TOKENS
+
+CORPUS = ["the red dog", "a dog@@ ged dog", "שלום a\u2028b", *PIECES]
+SPECIAL = (0, 1, 2, 3)
+
+
+def make(kind):
+    if kind == "subword_nmt":
+        words = [*SPECIAL_TOKENS, "do@@", "g", "dog", "a", "the", "t@@", "\u05e9@@"]
+        return SubwordTokenizer([("d", "o"), ("do", "g</w>"), ("t", "h"), ("th", "e</w>")], words, SPECIAL)
+    return train_tokenizer(kind, CORPUS, 400, 1)
+
+
+KINDS = ["bpe", "word", "presegmented", "subword_nmt"]
+TOKENIZERS = {kind: make(kind) for kind in KINDS}
+
+
+@bounded(400)
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_byte_pairs_give_every_text_back(found):
+    tokenizer = TOKENIZERS["bpe"]
+    rows = tokenizer.encode(found)
+    assert tokenizer.decode(rows) == found
+    assert all(3 < i < tokenizer.vocab_size for row in rows for i in row), "no text has a special token in it"
+
+
+@pytest.mark.parametrize("kind", ["word", "presegmented", "subword_nmt"])
+@bounded(150)
+@given(text=texts)
+def test_words_lose_spaces_and_what_is_unknown_and_nothing_else(kind, text):
+    tokenizer = TOKENIZERS[kind]
+    (row,) = tokenizer.encode([text])
+    assert all(i >= 3 for i in row)
+    (back,) = tokenizer.decode([row])
+    if tokenizer.unk_id not in row:
+        assert back == tokenizer.plain(text)
+    elif kind != "subword_nmt":
+        assert len(row) == len(text.split() if kind == "word" else [p for p in text.split(" ") if p])
+    assert "\n" not in back
+
+
+def test_a_word_that_is_a_whole_file_is_cut_in_time():
+    """The time went with the square of its length."""
+    merges = [(one, two) for one in "abcdefgh" for two in "abcdefgh"]
+    words = [*SPECIAL_TOKENS, *(f"{one}{two}@@" for one, two in merges), *(f"{one}@@" for one, _ in merges[::8])]
+    tokenizer = SubwordTokenizer(merges, words, SPECIAL)
+    word = "".join(random.Random(0).choices("abcdefgh", k=200_000)) + "aa"
+    start = time.process_time()
+    (row,) = tokenizer.encode([word])
+    assert time.process_time() - start < 30, "2.5 s at the time of writing, for a megabyte five times as much"
+    assert "".join(tokenizer.tokens(row)[:-1]).replace("@@", "") == word[:-1]
+
+
+TREES = {kind: json.loads(TOKENIZERS[kind].to_json()) for kind in KINDS}
+
+
+def check(text):
+    """It is refused in words, or serves: its ids are its own, and it decodes what it is given."""
+    try:
+        tokenizer = tokenizer_from_json(text, "file.json")
+        rows = tokenizer.encode(CORPUS)
+        assert all(i >= 0 for row in rows for i in row)
+        assert len(tokenizer.decode([*rows, [-1, 0, tokenizer.vocab_size + 5]])) == len(CORPUS) + 1
+        tokenizer.to_json()
+    except UserError:
+        return
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_tree(kind):
+    @bounded(150)
+    @given(mutated_json(TREES[kind]))
+    def run(tree):
+        check(json.dumps(tree))
+
+    run()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@bounded(60)
+@given(data=st.data())
+def test_any_bytes(tmp_path, kind, data):
+    text = TOKENIZERS[kind].to_json().encode()
+    (tmp_path / "joint.json").write_bytes(data.draw(mutated_bytes(text)))
+    try:
+        TokenizerPair.load(tmp_path).source.encode(CORPUS)
+    except UserError:
+        return
+
+
+def test_ids_beyond_the_table_are_refused():
+    """They would be other rows of the model's table, or none."""
+    tree = json.loads(json.dumps(TREES["bpe"]))
+    vocabulary = tree["library"]["model"]["vocab"]
+    vocabulary["d"] = 10**6
+    with pytest.raises(UserError, match="must be 0 to"):
+        tokenizer_from_json(json.dumps(tree), "file.json")
+    for special in ([0, 1, 2, 10**9], [0, 1, -2, 3]):
+        pair = tokenizer_from_json(json.dumps(TREES["word"] | {"special": special}), "file.json")
+        with pytest.raises(UserError, match="tokenizer's is"):
+            TokenizerPair(pair, pair).check_fits(ModelConfig(vocab_size=400, d_model=16, num_heads=2))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@bounded(30)
+@given(found=st.lists(texts, min_size=1, max_size=5))
+def test_any_text_can_be_trained_on(kind, found):
+    model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+    config = Config(model=model, tokenizer=TokenizerConfig(kind=kind))
+    tokenizers = train_tokenizers(config, Pairs(found, found, "here"))
+    tokenizers.check_fits(model)
+    back = tokenizers.source.decode(tokenizers.source.encode(found))
+    assert kind == "bpe" or back == [tokenizers.source.plain(text) for text in found]
+    assert kind != "bpe" or back == found

@@ -1,0 +1,175 @@
+"""`translate`: one line of output for each line of input, whatever it holds, and the same among others as alone."""
+
+import importlib.util
+import io
+import re
+import sys
+import types
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from garbage import PIECES, lines
+
+from transformer_jax import cli
+from transformer_jax.config import Config, DecodingConfig, ModelConfig
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.decoding import translator as module
+from transformer_jax.decoding.search import SearchResult
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.model.transformer import Transformer
+
+
+@pytest.fixture(scope="module")
+def translator():
+    """Random parameters, large enough that translations differ, and byte pairs: any text goes in, any comes out."""
+    model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
+    config = Config(model=model, decoding=DecodingConfig(beam_size=1, max_extra=4, max_source=30))
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = jax.jit(Transformer(model).init)(jax.random.key(0), tokens, tokens)["params"]
+    params = jax.tree.map(lambda leaf: leaf * 3, params)
+    return Translator(config, params, train_tokenizers(config, Pairs(list(PIECES), list(PIECES), "pieces")))
+
+
+@pytest.fixture
+def translate(translator, monkeypatch):
+    """`translate(b"...")` gives the bytes that the command writes and what it says on stderr."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(Translator, "load", lambda *_, **__: translator)
+
+    def call(stdin):
+        out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+        for name, stream in (("stdin", SimpleNamespace(buffer=io.BytesIO(stdin))), ("stdout", out), ("stderr", err)):
+            monkeypatch.setattr(sys, name, stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            status = cli.main(["translate", "run"])
+        assert status == 0, err.getvalue()
+        return out.buffer.getvalue(), err.getvalue()
+
+    return call
+
+
+class Serial:
+    """A pool without threads."""
+
+    def __init__(self, *_):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    map = staticmethod(map)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The translator's module once more, without the hooks that check shapes: ten thousand calls are cheap."""
+    spec = importlib.util.spec_from_file_location("plain_translator", module.__file__)
+    plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    plain.ThreadPoolExecutor = Serial
+    return plain
+
+
+@pytest.fixture
+def said_back(monkeypatch, plain):
+    """In place of the search: the source's ids from the last to the first, so that any bytes come out, in any order."""
+
+    def search(prepared, src, limits, *, max_length, **_):
+        tokens = np.zeros((len(src), 1, max_length), np.int32)
+        for row, (ids, limit) in enumerate(zip(np.asarray(src), np.asarray(limits), strict=True)):
+            back = ids[ids > 3][::-1][: int(limit)]
+            tokens[row, 0, : len(back)] = back
+        counts = (tokens > 0).sum(2).astype(np.int32)
+        return SearchResult(tokens, np.zeros(counts.shape, np.float32), counts, np.zeros(counts.shape, np.float32))
+
+    for one in (module, plain):
+        monkeypatch.setattr(one, "search", search)
+
+
+def test_ten_thousand_lines_through_one_process_as_each_alone(translate, translator, plain, said_back):
+    found, alone = lines(10_000), plain.Translator(translator.config, translator.params, translator.tokenizers)
+    out, err = translate(b"\n".join(found))
+    assert out.count(b"\n") == 10_000
+    together = out.decode("utf-8").split("\n")[:-1]
+    assert len(set(together)) > 5_000
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about lines that are cut
+        for number, (line, expected) in enumerate(zip(found, together, strict=True), 1):
+            text = line.decode("utf-8", "replace").removesuffix("\r")
+            text = text.removeprefix("\ufeff") if number == 1 else text
+            assert alone.translate([text]) == [expected], number
+    broken = {int(number) for number in re.findall(r"line (\d+) is not UTF-8", err)}
+    assert broken == {n for n, line in enumerate(found, 1) if "\ufffd" in line.decode("utf-8", "replace")}
+    cut = {int(number) for number in re.findall(r"line (\d+) has \d+ tokens; it is cut after 29", err)}
+    texts = [line.decode("utf-8", "replace").removesuffix("\r") for line in found]
+    lengths = [len(ids) for ids in translator.tokenizers.source.encode(texts)]
+    assert cut == {n for n, length in enumerate(lengths, 1) if length > 29 and texts[n - 1].strip()}
+    assert cut
+
+
+def test_hundreds_of_lines_through_the_model_itself(translate, translator):
+    found = [line[:12] for line in lines(300, seed=1, longest=5)]
+    out, _ = translate(b"\n".join(found) + b"\n")
+    together = out.decode("utf-8").split("\n")[:-1]
+    assert len(together) == 300
+    assert len(set(together)) > 100, "a model that says the same to all would prove nothing"
+    for line, expected in zip(found, together, strict=True):
+        assert translator.translate([line.decode("utf-8", "replace").removesuffix("\r")]) == [expected]
+        assert line.decode("utf-8", "replace").strip() or expected == ""
+
+
+@pytest.mark.parametrize(
+    ("stdin", "count"),
+    [
+        (b"", 0),
+        (b"\n", 1),
+        (b"\n\n", 2),
+        (b"a", 1),
+        (b"a\n\nb", 3),
+        (b"\xef\xbb\xbf", 0),
+        (b"\xef\xbb\xbf\n", 1),
+        ("a\u2028b\u2029c\x85d\ve\ff\x1cg".encode(), 1),
+        (b"a\rb\r\nc\r\n", 2),
+        (b"\0\n\0", 2),
+        (b"\xff\n\xfe\n", 2),
+    ],
+)
+def test_lines_are_counted_by_newlines(translate, said_back, stdin, count):
+    assert translate(stdin)[0].count(b"\n") == count
+
+
+def test_no_line_of_a_megabyte_is_lost(translate, said_back):
+    out, err = translate(b"a\n" + b"dog " * 250_000 + b"\nb\n" + "\u0301".encode() * 500_000 + b"\n" + b" " * 10**6)
+    assert out.count(b"\n") == 5
+    assert out.split(b"\n")[4] == b""
+    assert [
+        int(n) for n in re.findall(r"line (\d+) has \d+ tokens; it is cut after 29 \(decoding.max_source\)", err)
+    ] == [2, 4]
+
+
+def test_line_ends_in_a_translation_are_spaces(translator, said_back):
+    """Of the two that end lines for most readers; the others are text."""
+    assert translator.translate(["c\nb\ra", "a\v\f\x1cb"]) == ["a b c", "b\x1c\f\va"]
+
+
+def test_half_of_a_surrogate_pair_is_read_as_a_replacement(translator, said_back):
+    for text in ("\ud800", "a\udfffb", "\udc80"):
+        expected = re.sub("[\ud800-\udfff]", "\ufffd", text)
+        assert translator.translate([text]) == translator.translate([expected])
+    assert translator.translate(["\ud83c\udf89"]) == translator.translate(["🎉"]), "both halves are a letter"
+
+
+def test_a_translation_with_half_a_pair_is_written_all_the_same(monkeypatch, translate):
+    monkeypatch.setattr(
+        Translator, "load", lambda *_, **__: types.SimpleNamespace(translate=lambda texts: ["\ud800", "b"])
+    )
+    assert translate(b"a\nb\n")[0] == b"?\nb\n"

@@ -1,0 +1,121 @@
+"""`transformer-jax doctor`: each check finds what it is for, and says what to do."""
+
+import dataclasses
+import shutil
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_commands import tiny_run
+
+from transformer_jax import cli, doctor
+from transformer_jax.config import Config
+from transformer_jax.run.checkpoint import load_params, save_params
+from transformer_jax.run.folder import RunFolder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """`run("FOLDER")` gives the exit status and the lines by name."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def call(*args):
+        status = cli.main(["doctor", *map(str, args), "--no-compilation-cache"])
+        lines = capsys.readouterr().out.splitlines()
+        assert all(line[:5] in ("ok   ", "FIX  ") for line in lines)
+        assert status == any(line.startswith("FIX") for line in lines), lines
+        return status, {line[5:].partition(": ")[0]: line for line in lines}
+
+    return call
+
+
+def test_a_machine_and_a_run_in_order(run, tiny):
+    status, lines = run()
+    assert status == 0
+    assert list(lines) == ["packages", "devices", "precision", "compile cache", "cluster", "memory"]
+    assert "jax " in lines["packages"]
+    assert "8 x cpu (cpu)" in lines["devices"]
+
+    status, lines = run(tiny.run)
+    assert status == 0
+    assert "200 pairs from " in lines["data, train"]
+    assert "bpe of 300 entries: sentences come back as they were" in lines["tokenizer"]
+    assert "checkpoints/4 is readable and whole" in lines["checkpoint"]
+    assert "7 checkpoints need" in lines["disk"]
+    assert "data 8, fsdp 1, tensor 1" in lines["mesh"]
+
+    status, lines = run(tiny.run / "config.json")
+    assert status == 0
+    assert "checkpoint" not in lines
+
+
+def changed(tiny, **sections) -> Config:
+    parts = {name: dataclasses.replace(getattr(tiny.config, name), **fields) for name, fields in sections.items()}
+    return dataclasses.replace(tiny.config, **parts)
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "said"),
+    [
+        ({"data": {"directory": "/nowhere"}}, "data, train", "no file /nowhere/train.en"),
+        ({"training": {"mesh_fsdp": 3}}, "mesh", "do not multiply to the 8 devices"),
+        ({"model": {"d_ff": 10**12}}, "memory", "a smaller model"),
+        ({"model": {"d_ff": 10**12}}, "disk", "lower training.keep_checkpoints"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_here(run, tiny, tmp_path, sections, name, said):
+    (tmp_path / "config.json").write_text(changed(tiny, **sections).to_json())
+    _, lines = run(tmp_path / "config.json")
+    assert lines[name].startswith("FIX")
+    assert said in lines[name]
+
+
+def test_a_run_with_damaged_files(run, tiny, tmp_path):
+    copy = tiny.copy(tmp_path / "run")
+    (copy / "tokenizer" / "joint.json").write_text("{")
+    for step in ("2", "4"):
+        shutil.rmtree(copy / "checkpoints" / step / "state")
+    _, lines = run(copy)
+    assert {name for name, line in lines.items() if line.startswith("FIX")} == {"tokenizer", "checkpoint"}
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "config.json").write_text('{"model": {"d_modle": 1}}')
+    _, lines = run(copy)
+    assert "unknown field model.d_modle" in lines["configuration"]
+    assert run(tmp_path / "nothing")[1]["configuration"].startswith("FIX")
+
+
+def test_parameters_that_are_not_finite(tiny, tmp_path):
+    params = load_params(tiny.run / "checkpoints" / "4", tiny.config.model)
+    params["embedding"]["table"] = params["embedding"]["table"].at[0, 0].set(jnp.nan)
+    save_params(tmp_path / "checkpoints" / "1", params)
+    with pytest.raises(doctor._FixError, match="not all parameters are finite"):
+        doctor._checkpoint(tiny.config, RunFolder(tmp_path))
+
+
+def test_a_tokenizer_that_does_not_give_text_back(tiny, tmp_path):
+    shutil.copytree(tiny.run / "tokenizer", tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "joint.json"
+    file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
+    with pytest.raises(doctor._FixError, match="put its files back"):
+        doctor._tokenizer(tiny.config, RunFolder(tmp_path))
+
+
+def test_a_device_that_computes_wrongly_and_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(doctor.VARIABLE, str(tmp_path / "file" / "cache"))
+    with pytest.raises(doctor._FixError, match="cannot be written"):
+        doctor._compile_cache()
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert "SLURM_JOB_ID" in doctor._cluster()
+    monkeypatch.setattr(doctor, "PACKAGES", ("jax", "no-such-package"))
+    with pytest.raises(doctor._FixError, match="no-such-package not installed"):
+        doctor._packages()
+    monkeypatch.setattr(jnp, "matmul", lambda a, b, **_: np.zeros((256, 256)))
+    with pytest.raises(doctor._FixError, match="computes wrongly"):
+        doctor._precision()

@@ -1,0 +1,73 @@
+"""What SECURITY.md promises: nothing that is loaded is executed. The harm itself is tried in tests/interop/."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.data.encoding import _load
+from transformer_jax.run.checkpoint import load_params
+
+PACKAGE = Path(__file__).resolve().parents[1] / "transformer_jax"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What executes what it reads, or starts programs.
+MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml", "subprocess", "code"}
+CALLS = {"eval", "exec", "compile", "execfile", "__import__", "os.system", "os.popen", "np.loadtxt", "np.fromregex"}
+# Where a call of this name is something else, or wanted.
+ALLOWED = {
+    "recipes.py": {"exec_module"},  # a recipe is a program
+    "__init__.py": {"import_module"},  # of the names in API
+    "data/tfds.py": {"import_module"},  # below tensorflow_datasets.translate
+}
+
+
+def calls(tree):
+    """(name with its dots, the call) of every call."""
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_nothing_executes_what_it_reads(file):
+    tree, name = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(PACKAGE))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {one.partition(".")[0] for one in names} & MODULES, f"{name}:{node.lineno}"
+    for called, node in calls(tree):
+        where = f"{name}:{node.lineno}: {called}"
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        assert called not in CALLS, where
+        assert called.rpartition(".")[2] not in {"exec_module", "import_module"} - ALLOWED.get(name, set()), where
+        assert keywords.get("allow_pickle", "False") == "False", where
+        assert keywords.get("trust_remote_code", "False") == "False", where
+        if called in ("np.load", "numpy.load"):
+            assert keywords["allow_pickle"] == "False", where
+        if called == "torch.load":
+            assert (name, keywords["weights_only"]) == ("interop/tensor_files.py", "True"), where
+        assert not called.endswith((".extractall", "unpack_archive")), f"{where}: names in archives lead anywhere"
+
+
+class Harm:
+    """Unpickled without care, it makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.mkdir, (self.path,)
+
+
+def test_arrays_of_objects_are_not_unpickled(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    harm = np.array([Harm(tmp_path / "made")], dtype=object)
+    for name in ("source_ids", "source_offsets", "target_ids", "target_offsets"):
+        np.save(folder / f"{name}.npy", harm, allow_pickle=True)
+    (folder / "manifest.json").write_text('{"source_eos": true, "report": null, "sha256": {}}')
+    assert _load(folder) is None
+    with pytest.raises(ValueError, match="cannot read the checkpoint"):
+        load_params(folder, ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32))
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,179 @@
+"""Steps that are not finite: where it began, what is written, stop or skip. The harm is real: numbers too large for
+float32, and token ids that no table has a row for."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import MODEL, assert_same_bits, batches_from, make_batch, make_config, train
+
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.run.checkpoint import checkpoint_steps, load_params
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.training import divergence
+from transformer_jax.training.divergence import MAX_IN_A_ROW, find_bad
+from transformer_jax.training.state import dropout_rng
+
+LAYER = "encoder/layer_0/"
+
+
+def strict_rows(text):
+    """Lines of JSON, without the words NaN and Infinity that Python would take for it."""
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.removesuffix("\n").split("\n")]
+
+
+@pytest.fixture(scope="module")
+def params():
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(Transformer(MODEL).init)(jax.random.key(0), tokens, tokens)["params"]
+
+
+def changed(params, path, value):
+    """The tree with every entry of one leaf replaced."""
+    name, _, rest = path.partition("/")
+    return params | {name: changed(params[name], rest, value) if rest else jnp.full_like(params[name], value)}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "first"),
+    [
+        (LAYER + "feed_forward/outer/kernel", np.nan, f"the parameter {LAYER}feed_forward/outer/kernel"),
+        # 1e38 is a number, but its sums are not.
+        (LAYER + "feed_forward/outer/kernel", 1e38, f"the output of {LAYER}feed_forward"),
+        ("decoder/layer_0/cross_attention/output/kernel", 1e38, "the output of decoder/layer_0/cross_attention"),
+    ],
+)
+def test_the_first_bad_layer_in_the_order_of_the_forward_pass(params, path, value, first):
+    found = find_bad(make_config(), changed(params, path, value), make_batch(0), dropout_rng(0), 1)
+    assert found["first"].startswith(first), found["first"]
+    assert found["parameters"] == ([path] if np.isnan(value) else [])
+    before, after = ("embedding", "encoder/layer_0/self_attention"), "decoder/layer_0/feed_forward_norm"
+    assert after in found["outputs"]
+    assert not set(before) & set(found["outputs"])
+    assert found["outputs"].index(after) > 0
+
+
+def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
+    """Logits of zero from the largest weights: the loss is log 16, its gradient is not finite where they are read."""
+    config = dataclasses.replace(
+        make_config(label_smoothing=0.0), model=dataclasses.replace(MODEL, tie_embeddings="none")
+    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = jax.jit(Transformer(config.model).init)(jax.random.key(0), tokens, tokens)["params"]
+    norm = "decoder/layer_0/feed_forward_norm/"
+    params = changed(changed(params, norm + "scale", 0.0), norm + "bias", 1.0)
+    signs = np.array([1.0, -1.0] * 8, np.float32)  # orthogonal to the bias, at every position
+    for size, first in ((4e37, f"the gradient of {norm}bias"), (1e30, "every value is finite but a sum is not")):
+        params["output_projection"]["kernel"] = jnp.asarray(
+            np.outer(signs * np.float32(size), np.arange(16) == 4), jnp.float32
+        )
+        batch = make_batch(0)
+        batch = batch._replace(tgt_out=np.where(batch.tgt_out > 3, 4, batch.tgt_out))
+        found = find_bad(config, params, batch, dropout_rng(0), 1)
+        assert found["first"].startswith(first), found
+        assert found["parameters"] == found["outputs"] == []
+
+
+def test_parts_of_a_batch_are_looked_at_one_by_one(params):
+    batch = make_batch(0)
+    batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
+    found = find_bad(make_config(accumulate=2), params, batch, dropout_rng(0), 1)
+    assert found["first"] == "the output of embedding"
+
+
+def sentences(index):
+    return [{"pair": index, "source": "a\u2028b", "target": "ä"}]
+
+
+def poisoned_from(*steps):
+    """The batches of `tiny`, but that those of these steps hold an id that no table has a row for."""
+
+    def batches(position):
+        for index, batch in enumerate(batches_from(position), position + 1):
+            if index in steps:
+                batch.src[0, 0] = MODEL.vocab_size + 7
+            yield batch
+
+    return batches
+
+
+def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path, monkeypatch):
+    looked_into = []
+
+    def look(config, params, batch, dropout_rng, step, max_logits):
+        looked_into.append((step, params, batch))
+        return {"first": "somewhere", "parameters": [], "largest": np.inf}
+
+    monkeypatch.setattr(divergence, "find_bad", look)
+    folder = tmp_path / "run"
+    config = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1, checkpoint_every=1)
+    with pytest.raises(UserError, match=r"the loss of step 2 is nan; first: somewhere; .* are in .*diverged-2\.json"):
+        train(folder, config, sentences=sentences)
+    (report,) = folder.glob("diverged-*.json")
+    tree = json.loads(report.read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    expected = {"first": "somewhere", "parameters": [], "largest": None, "sentences": sentences(1)}
+    assert tree == {"step": 2, "problem": "the loss of step 2 is nan", **expected}
+    # Step 3 was under way by then, and has changed nothing: the parameters are those that step 2 met.
+    ((step, params, batch),) = looked_into
+    assert step == 2
+    assert_same_bits(params, load_params(folder / "checkpoints" / "1", MODEL))
+    assert_same_bits(batch, make_batch(1))
+
+
+def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path):
+    config = make_config(on_divergence="skip", checkpoint_every=1)
+    outcome = train(tmp_path / "run", config, batches=poisoned_from(3), sentences=sentences)
+    assert (outcome.step, int(outcome.state.step)) == (4, 4)
+    assert checkpoint_steps(RunFolder(tmp_path / "run")) == [1, 2, 3, 4]
+    assert_same_bits(*(load_params(tmp_path / "run" / "checkpoints" / step, MODEL) for step in "23"))
+    rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[2] == {"step": 3, "skipped": 1}
+    # The schedule and Adam count updates: the last one is the third.
+    assert outcome.state.opt_state[0].count == 3
+    np.testing.assert_allclose([rows[i]["learning_rate"] for i in (0, 1, 3)], np.array([1, 2, 3]) * 0.25 / 8, rtol=1e-5)
+    assert "output of embedding" in (tmp_path / "run" / "diverged-3.json").read_text()
+
+    # Cut short behind the skipped step, and gone on with, it is the same run.
+    cut = tmp_path / "cut"
+    train(
+        cut,
+        dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3)),
+        batches=poisoned_from(3),
+    )
+    assert_same_bits(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
+
+
+def test_skipping_ends_after_so_many_in_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(divergence, "find_bad", lambda *_: {"first": "somewhere"})
+    config = make_config(on_divergence="skip", num_steps=50, log_every=100)
+    steps = [2, *range(5, 50)]
+    with pytest.raises(UserError, match=r"step 14 is nan and 10 steps in a row were skipped; first: somewhere"):
+        train(tmp_path / "run", config, batches=poisoned_from(*steps))
+    rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert [row["skipped"] for row in rows] == [1, *range(1, MAX_IN_A_ROW)]
+    assert "step 5 skipped: the loss of step 5 is nan" in capsys.readouterr().err
+    assert len(list((tmp_path / "run").glob("diverged-*.json"))) == divergence.MAX_REPORTS + 1
+
+
+def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
+    def fails(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(divergence, "find_bad", fails)
+    with pytest.raises(UserError, match=r"the loss of step 1 is nan; first: unknown: .*MemoryError: no room"):
+        train(tmp_path / "run", make_config(), batches=poisoned_from(1))
+
+
+def test_both_norms_are_logged(tmp_path):
+    outcome = train(tmp_path / "run", make_config(num_steps=2))
+    rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert all(row["grad_norm"] > 0 for row in rows)
+    # Of the parameters that the loss was computed with: those after the first step are the second's.
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(outcome.state.params)]
+    assert rows[1]["param_norm"] == pytest.approx(np.sqrt(sum((leaf**2).sum() for leaf in leaves)), rel=0.2)
+    assert rows[0]["param_norm"] != rows[1]["param_norm"]
