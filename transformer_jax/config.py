@@ -117,9 +117,8 @@ class ModelConfig:
     """What computes attention. xla: three operations. auto: cuDNN's fused kernel where it can serve, on NVIDIA GPUs
     since Ampere, with dtype bfloat16 and without attention_dropout; xla elsewhere."""
     remat: Literal["none", "layers", "dots"] = "none"
-    """layers: the backward pass computes each layer again rather than keeping what is inside it: less memory, a third
-    more work. dots: it keeps what the products with parameters give and computes the rest again, such as attention
-    weights: hardly more work. On CPUs they need scan_layers."""
+    """layers: the backward pass computes each layer again: less memory, a third more work. dots: it keeps what the
+    products with parameters give and computes the rest again: hardly more work. On CPUs they need scan_layers."""
     scan_layers: bool = False
     """Compile a stack's layers as one loop: compiles faster, runs slower. The parameters are the same."""
 
@@ -367,8 +366,7 @@ class TrainingConfig:
     mesh_tensor: int = 1
     """Devices along 'tensor' (heads and inner width split)."""
     on_divergence: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient is not finite is written down beside the run; then: stop, or skip the step, which
-    leaves parameters and optimiser as they are (10 in a row stop all the same)."""
+    """After a step whose loss or gradient is not finite, which changes nothing: stop, or skip it (10 in a row stop)."""
     init_from: str = ""
     """A run whose weights and tokenizer this one starts from, with a fresh optimiser (fine-tuning)."""
 

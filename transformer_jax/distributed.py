@@ -315,8 +315,8 @@ class Requests:
     """What any process asks for, heard by all between the same two steps.
 
     Nobody waits: a step takes along what is asked before it (`put`), and gives back the most that was asked in any
-    process (`add`), which is read one step later (`hear`). A collective of its own, running beside a step's, would be
-    mixed up with it on CPUs. In one process all is heard at once.
+    process (`add`), which is read one step later (`hear`), so that there is no collective besides the step's. In one
+    process all is heard at once.
 
     Args:
         mesh: of the step.

@@ -81,12 +81,13 @@ def train_step(
     grads = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / count, grads)
     grad_norm, loss = optax.tree.norm(grads), sums.loss_sum / count
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
     updated = proceed & jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    params, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(updated, new, old), (params, opt_state), (state.params, state.opt_state)
-    )
+
+    def update() -> tuple[Params, optax.OptState]:
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        return optax.apply_updates(state.params, updates), opt_state
+
+    params, opt_state = jax.lax.cond(updated, update, lambda: (state.params, state.opt_state))
     param_norm = optax.tree.norm(jax.tree.map(lambda p: p.astype(sum_dtype(p)), state.params))
     metrics = Metrics(loss, sums.num_tokens, grad_norm, param_norm, updated)
     return TrainState(state.step + 1, params, opt_state), metrics
