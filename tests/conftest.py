@@ -1,6 +1,7 @@
 """What every test runs under. All of it is set before jax is imported, here and in the workers of pytest-xdist,
 which inherit this environment and read this file again."""
 
+import gc
 import importlib
 import os
 import sys
@@ -22,6 +23,9 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by a
 # What one test has compiled, another need not compile again.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# What is compiled stays, and with it millions of objects that are not worth looking through again and again.
+gc.set_threshold(100_000, 20, 20)
 
 # No test asks a network, nor reads or fills the caches in the user's home.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")

@@ -68,6 +68,7 @@ def test_arrays_of_objects_are_not_unpickled(tmp_path):
         np.save(folder / f"{name}.npy", harm, allow_pickle=True)
     (folder / "manifest.json").write_text('{"source_eos": true, "report": null, "sha256": {}}')
     assert _load(folder) is None
+    (folder / "manifest.json").unlink()  # that of a corpus, which is none of a checkpoint
     with pytest.raises(ValueError, match="cannot read the checkpoint"):
         load_params(folder, ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32))
     assert not (tmp_path / "made").exists()

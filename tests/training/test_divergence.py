@@ -79,7 +79,7 @@ def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
 
 
 def test_parts_of_a_batch_are_looked_at_one_by_one(params):
-    batch = make_batch(0)
+    batch = make_batch(0, rows=16)
     batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
     found = find_bad(make_config(accumulate=2), params, batch, dropout_rng(0), 1)
     assert found["first"] == "the output of embedding"
@@ -124,15 +124,21 @@ def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path
     assert_same_bits(batch, make_batch(1))
 
 
-def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path):
+def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(divergence, "find_bad", lambda *_: {"first": "the output of embedding"})
     config = make_config(on_divergence="skip", checkpoint_every=1)
     outcome = train(tmp_path / "run", config, batches=poisoned_from(3), sentences=sentences)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
     assert checkpoint_steps(RunFolder(tmp_path / "run")) == [1, 2, 3, 4]
-    assert_same_bits(*(load_params(tmp_path / "run" / "checkpoints" / step, MODEL) for step in "23"))
+    after = [load_params(tmp_path / "run" / "checkpoints" / step, MODEL) for step in "23"]
+    assert_same_bits(*after)
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[2] == {"step": 3, "skipped": 1}
+    # The norms of the gradient, and of the parameters that the loss was computed with.
+    squares = [(np.asarray(leaf, np.float64) ** 2).sum() for leaf in jax.tree.leaves(after[1])]
+    assert rows[3]["param_norm"] == pytest.approx(np.sqrt(sum(squares)), rel=1e-5)
+    assert rows[3]["grad_norm"] > 0
     # The schedule and Adam count updates: the last one is the third.
     assert outcome.state.opt_state[0].count == 3
     np.testing.assert_allclose([rows[i]["learning_rate"] for i in (0, 1, 3)], np.array([1, 2, 3]) * 0.25 / 8, rtol=1e-5)
@@ -165,15 +171,7 @@ def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(divergence, "find_bad", fails)
-    with pytest.raises(UserError, match=r"the loss of step 1 is nan; first: unknown: .*MemoryError: no room"):
-        train(tmp_path / "run", make_config(), batches=poisoned_from(1))
-
-
-def test_both_norms_are_logged(tmp_path):
-    outcome = train(tmp_path / "run", make_config(num_steps=2))
-    rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert all(row["grad_norm"] > 0 for row in rows)
-    # Of the parameters that the loss was computed with: those after the first step are the second's.
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(outcome.state.params)]
-    assert rows[1]["param_norm"] == pytest.approx(np.sqrt(sum((leaf**2).sum() for leaf in leaves)), rel=0.2)
-    assert rows[0]["param_norm"] != rows[1]["param_norm"]
+    policy = divergence.Divergence(make_config(), RunFolder(tmp_path), dropout_rng(0), sentences, 1)
+    with pytest.raises(UserError, match=r"the loss is nan; first: unknown: .*MemoryError: no room"):
+        policy.handle(1, "the loss is nan", make_batch(0), {})
+    assert (tmp_path / "diverged-1.json").is_file()

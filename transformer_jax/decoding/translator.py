@@ -120,9 +120,13 @@ class Translator:
         with ThreadPoolExecutor(workers) as pool:
             # One batch alone is searched here: a thread costs a single short sentence a tenth of its time.
             answers = pool.map(find, batches) if len(batches) > 1 else map(find, batches)
-            for (indices, _), found in zip(batches, answers, strict=True):
-                for row, index in enumerate(indices):
-                    results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+            try:
+                for (indices, _), found in zip(batches, answers, strict=True):
+                    for row, index in enumerate(indices):
+                        results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the batches to come
+                raise
         if shared:
             for found_there in gather([(index, results[index]) for index in mine]):
                 for index, hypotheses in found_there:
