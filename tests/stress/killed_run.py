@@ -52,11 +52,8 @@ class Killer:
         self.kill()
 
     def kill(self):
-        going_on = next(
-            (phase for phase in ("metric write", "evaluation", "compilation") if phase in self.within), None
-        )
-        if going_on is None:
-            going_on = "open save" if self.is_saving() else "step" if "step" in self.within else "other"
+        going_on = [*self.within, *(["open save"] if self.is_saving() else []), "other"]
+        going_on = self.phase if self.phase in going_on else going_on[0]
         with open(self.record, "w") as file:
             json.dump({"phase": going_on, "entered": self.entered}, file)
             file.flush()
