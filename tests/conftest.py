@@ -37,7 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TFDS_DATA_DIR"] = os.path.join(_own_folder.name, "tensorflow_datasets")
 
 # Shapes in annotations are checked in tests only: a hook rewrites these packages when they are imported.
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402  after the settings above
 
 install_import_hook(
     ["transformer_jax.model", "transformer_jax.training", "transformer_jax.decoding"], "beartype.beartype"

@@ -12,22 +12,22 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "training"), str(TESTS)]
 
-from transformer_jax import distributed  # noqa: E402
+from transformer_jax import distributed
 
 # Before anything else may ask for a device.
 assert distributed.join(distributed.Cluster(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from tiny import make_batch, make_config, train  # noqa: E402
+import jax
+import numpy as np
+from tiny import make_batch, make_config, train
 
-from transformer_jax import commands  # noqa: E402
-from transformer_jax.config import Config  # noqa: E402
-from transformer_jax.errors import UserError  # noqa: E402
-from transformer_jax.run.checkpoint import checkpoint_steps  # noqa: E402
-from transformer_jax.run.folder import RunFolder  # noqa: E402
-from transformer_jax.training.sharding import make_mesh, put_batch, row_parts  # noqa: E402
-from transformer_jax.types import Batch  # noqa: E402
+from transformer_jax import commands
+from transformer_jax.config import Config
+from transformer_jax.errors import UserError
+from transformer_jax.run.checkpoint import checkpoint_steps
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.training.sharding import make_mesh, put_batch, row_parts
+from transformer_jax.types import Batch
 
 INDEX, FOLDER = jax.process_index(), Path(sys.argv[4])
 

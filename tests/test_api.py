@@ -25,7 +25,7 @@ def test_all_and_dir_name_the_api():
     assert set(transformer_jax.__all__) == {"API", "__version__", *transformer_jax.API}
     assert dir(transformer_jax) == sorted(transformer_jax.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Transfomer'"):
-        transformer_jax.Transfomer  # noqa: B018
+        transformer_jax.Transfomer  # noqa: B018  asking for it is the test
 
 
 def test_type_checkers_import_the_same_names_from_the_same_modules():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_commands import tiny_config, write_corpus
+from tiny import make_batch, make_config, train
 
 from transformer_jax import commands
 from transformer_jax.config import Config, TokenizerConfig
@@ -22,8 +23,6 @@ from transformer_jax.run.checkpoint import checkpoint_steps
 from transformer_jax.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
-from tiny import make_batch, make_config, train  # noqa: E402
 
 
 def free_port():

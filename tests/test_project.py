@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part of the package imports from parts on earlier lines, and from itself. A new file directly under
 # transformer_jax/ has to be given its line here.
 LAYERS = (
-    ("compilation_cache", "determinism", "errors", "malloc", "types"),
+    ("checksums", "compilation_cache", "determinism", "errors", "malloc", "types"),
     ("config_json", "distributed", "strict_json"),
     ("config",),
     ("recipes", "presets"),

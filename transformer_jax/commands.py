@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.data.batching import BatchPlan, Plan, choose_shapes, make_batch
+from transformer_jax.data.batching import BatchPlan, Plan, Rows, choose_shapes, make_batch
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import EncodedPairs, load_or_encode
 from transformer_jax.data.packing import PackedPlan
@@ -192,7 +192,7 @@ def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: 
     """Of each shape that the plan has a batch of nothing but padding."""
     nothing = np.zeros(0, np.int64)
     in_row = nothing if config.data.batching == "packed" else None
-    return [make_batch(encoded, nothing, shape, config.model, multiple, in_row, parts) for shape in plan.shapes]
+    return [make_batch(encoded, Rows(shape, nothing, in_row), config.model, multiple, parts) for shape in plan.shapes]
 
 
 def _batches_from(
@@ -213,7 +213,7 @@ def _batches_from(
 def _sentences_of(index: int, *, encoded: EncodedPairs, plan: Plan, tokenizers: TokenizerPair) -> list[dict[str, Any]]:
     """The pairs of a global batch, as the model saw them; numbered as the encoded corpus has them, without those that
     were left out."""
-    pairs = plan.pairs(index)
+    pairs = plan.rows(index).pairs
     sides = ("source", tokenizers.source, encoded.source), ("target", tokenizers.target, encoded.target)
     rows: list[dict[str, Any]] = [{"pair": int(pair)} for pair in pairs]
     for name, tokenizer, ids_of in sides:

@@ -102,9 +102,7 @@ def examine(subject: str = "", say: Callable[[str], None] = print) -> Iterator[F
     for name, check in checks:
         try:
             finding = Finding(name, True, check())
-        except _FixError as error:
-            finding = Finding(name, False, str(error))
-        except UserError as error:
+        except (_FixError, UserError) as error:
             finding = Finding(name, False, str(error))
         except Exception as error:  # a check that fails is a finding too
             finding = Finding(name, False, f"cannot be checked: {first_line(error)}")
@@ -229,7 +227,7 @@ def _dataset(config: Config, split: str) -> str:
 def _tokenizer(config: Config, run: RunFolder) -> str:
     pair = TokenizerPair.load(run.tokenizer)
     pair.check_fits(config.model)
-    facts = []
+    facts, all_known = [], True
     for side, tokenizer in (("source", pair.source), ("target", pair.target)):
         rows = tokenizer.encode(SENTENCES)
         back = tokenizer.decode(rows)
@@ -239,10 +237,9 @@ def _tokenizer(config: Config, run: RunFolder) -> str:
                 raise _FixError(f"{run.tokenizer}: the {side}'s makes {text!r} of {expected!r}: put its files back")
         facts.append(f"{side} {tokenizer.kind} of {tokenizer.vocab_size:,} entries")
         if unknown:
+            all_known = False
             facts[-1] += f", {unknown} unknown words in {len(SENTENCES)} odd sentences"
-    return f"{'; '.join(facts)}: sentences come back as they were" + (
-        ", but for those" if "unknown" in str(facts) else ""
-    )
+    return f"{'; '.join(facts)}: sentences come back as they were{'' if all_known else ', but for those'}"
 
 
 def _checkpoint(config: Config, run: RunFolder) -> str:

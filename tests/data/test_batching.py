@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from lengths_cases import caption_lengths, corpus, random_lengths
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
-from transformer_jax.data.batching import BatchPlan, Shape, choose_shapes, eval_batches, log2_factorials, make_batch
+from transformer_jax.data.batching import (
+    BatchPlan,
+    Rows,
+    Shape,
+    choose_shapes,
+    eval_batches,
+    log2_factorials,
+    make_batch,
+)
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs
 from transformer_jax.data.packing import PackedPlan
@@ -36,7 +44,7 @@ def test_an_epoch_has_every_pair_once_within_the_budget(sides, batch_tokens, max
     for epoch in range(2):
         seen = []
         for index in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch):
-            shape, pairs = plan.rows(index)
+            shape, pairs, _ = plan.rows(index)
             assert shape in shapes
             assert max(shape.rows * shape.src_length, shape.rows * shape.tgt_length) <= batch_tokens
             assert 1 <= len(pairs) <= shape.rows
@@ -84,13 +92,13 @@ def test_the_order_is_a_pure_function_of_seed_and_number():
     shapes = choose_shapes(*sides, 2000, 12)
     plan = BatchPlan(*sides, shapes, seed=3)
     number = plan.batches_per_epoch
-    first = [plan.rows(i)[1].tolist() for i in range(2 * number)]
+    first = [plan.rows(i).pairs.tolist() for i in range(2 * number)]
     fresh = BatchPlan(*sides, shapes, seed=3)
-    assert [fresh.rows(i)[1].tolist() for i in reversed(range(2 * number))] == first[::-1]
+    assert [fresh.rows(i).pairs.tolist() for i in reversed(range(2 * number))] == first[::-1]
     other = BatchPlan(*sides, shapes, seed=4)
-    assert [other.rows(i)[1].tolist() for i in range(number)] != first[:number]
+    assert [other.rows(i).pairs.tolist() for i in range(number)] != first[:number]
     assert sorted(first[:number]) != sorted(first[number:])  # another epoch has other batches, not only another order
-    assert [plan.rows(i)[0] for i in range(number)] != sorted(plan.rows(i)[0] for i in range(number))
+    assert [plan.rows(i).shape for i in range(number)] != sorted(plan.rows(i).shape for i in range(number))
 
 
 # Captions are short and alike. Twelve shapes over news, 2 to 256 tokens: 6 % because the sides of a pair differ, 10 %
@@ -128,7 +136,7 @@ def test_the_order_is_random():
     print(f"{plan.order_bits:.0f} bits of {most:.0f}")
     assert most == pytest.approx(29_000 * np.log2(29_000 / np.e), rel=1e-4)  # Stirling
     assert 0.7 * most < plan.order_bits < most
-    shapes = [plan.rows(i)[0] for i in range(20 * plan.batches_per_epoch)]
+    shapes = [plan.rows(i).shape for i in range(20 * plan.batches_per_epoch)]
     shares = np.unique([shapes.index(shape) for shape in shapes], return_counts=True)[1] / len(shapes)
     repeated = np.mean([one == other for one, other in itertools.pairwise(shapes)])
     assert repeated == pytest.approx((shares**2).sum(), abs=0.02)
@@ -140,7 +148,7 @@ def test_a_large_corpus_and_very_long_pairs():
     shapes = choose_shapes(source, target, 25_000, 12)
     assert shapes[-1] == Shape(1, 30_000, 20_000)
     plan = BatchPlan(source, target, shapes, 0)
-    assert sum(len(plan.rows(i)[1]) for i in range(plan.batches_per_epoch)) == 200_000
+    assert sum(len(plan.rows(i).pairs) for i in range(plan.batches_per_epoch)) == 200_000
 
 
 def test_a_pair_that_fits_no_shape():
@@ -150,7 +158,7 @@ def test_a_pair_that_fits_no_shape():
 
 def test_batch_by_hand():
     encoded = corpus([[10, 11], [12], []], [[20], [21, 22], []])
-    batch = make_batch(encoded, np.array([1, 0, 2]), Shape(4, 4, 3), MODEL, row_multiple=3)
+    batch = make_batch(encoded, Rows(Shape(4, 4, 3), np.array([1, 0, 2])), MODEL, row_multiple=3)
     assert batch.src.tolist() == [[12, 2, 0, 0], [10, 11, 2, 0], [2, 0, 0, 0], [0] * 4, [0] * 4, [0] * 4]
     assert batch.tgt_in.tolist() == [[1, 21, 22], [1, 20, 0], [1, 0, 0], [0] * 3, [0] * 3, [0] * 3]
     assert batch.tgt_out.tolist() == [[21, 22, 2], [20, 2, 0], [2, 0, 0], [0] * 3, [0] * 3, [0] * 3]
@@ -162,7 +170,7 @@ def test_batch_by_hand():
 def test_special_ids_come_from_the_model():
     model = replace(MODEL, pad_id=99, eos_id=0, bos_id=98, decoder_start="eos", source_eos=False)
     encoded = corpus([[10, 11], [12]], [[20], [21, 22]], source_eos=False)
-    batch = make_batch(encoded, np.array([0, 1]), Shape(2, 2, 3), model)
+    batch = make_batch(encoded, Rows(Shape(2, 2, 3), np.array([0, 1])), model)
     assert batch.src.tolist() == [[10, 11], [12, 99]]
     assert batch.tgt_in.tolist() == [[0, 20, 99], [0, 21, 22]]
     assert batch.tgt_out.tolist() == [[20, 0, 99], [21, 22, 0]]

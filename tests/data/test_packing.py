@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 from lengths_cases import caption_lengths, corpus, random_lengths
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import Shape, log2_factorials, make_batch
+from transformer_jax.data.batching import Rows, Shape, log2_factorials, make_batch
 from transformer_jax.data.packing import PackedPlan, pack
 
 MODEL = ModelConfig(vocab_size=100)
 lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=120).map(
     lambda pairs: tuple(np.array(pairs).T)
 )
+
+
+def rows_of(plan, index):
+    """The pairs of each row of a batch."""
+    _, pairs, in_row = plan.rows(index)
+    return np.split(pairs, np.cumsum(in_row)[:-1])
 
 
 @settings(max_examples=100, deadline=None)
@@ -27,7 +33,7 @@ def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_to
     assert shape[1:] == (length, length)
     assert length <= shape.rows * length <= batch_tokens
     number = plan.batches_per_epoch
-    batches = [plan.rows(index) for index in range(2 * number)]
+    batches = [rows_of(plan, index) for index in range(2 * number)]
     for epoch in (batches[:number], batches[number:]):
         assert sorted(int(pair) for batch in epoch for row in batch for pair in row) == list(range(len(sides[0])))
         assert sum(shape.rows - len(batch) for batch in epoch) < number
@@ -36,7 +42,7 @@ def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_to
             assert all(side[row].sum() <= length for side in sides)
     start = data.draw(st.integers(0, 2 * number - 1))  # from anywhere, and backwards
     fresh = PackedPlan(*sides, length, batch_tokens, seed)
-    again = [fresh.rows(index) for index in reversed(range(start, 2 * number))][::-1]
+    again = [rows_of(fresh, index) for index in reversed(range(start, 2 * number))][::-1]
     assert [[row.tolist() for row in batch] for batch in again] == [
         [row.tolist() for row in batch] for batch in batches[start:]
     ]
@@ -61,14 +67,14 @@ def test_the_order_depends_on_seed_and_epoch():
     number = plan.batches_per_epoch
 
     def company(plan, epoch):
-        rows = [row for index in range(epoch * number, (epoch + 1) * number) for row in plan.rows(index)]
+        rows = [row for index in range(epoch * number, (epoch + 1) * number) for row in rows_of(plan, index)]
         return {frozenset(row.tolist()) for row in rows}
 
     # A pair's company in its row changes too, not only the rows' order.
     assert len(company(plan, 0) & company(plan, 1)) < 0.01 * 3000
     assert len(company(plan, 0) & company(other, 0)) < 0.01 * 3000
     # Not sorted: batches are alike in length, as random samples of the pairs are.
-    means = [np.mean(sides[0][np.concatenate(plan.rows(index))]) for index in range(number - 1)]
+    means = [np.mean(sides[0][plan.rows(index).pairs]) for index in range(number - 1)]
     assert np.std(means) < 2 * sides[0].std() / np.sqrt(3000 / number)
     assert 0.35 * log2_factorials([3000]) < plan.order_bits < log2_factorials([3000])
 
@@ -82,11 +88,11 @@ def test_bits_of_the_order():
 def test_threads_share_a_plan():
     plan = PackedPlan(*caption_lengths(2000), 128, 1024, 0)
     number = 3 * plan.batches_per_epoch
-    expected = [np.concatenate(plan.rows(index)).tolist() for index in range(number)]
+    expected = [plan.rows(index).pairs.tolist() for index in range(number)]
     found = {}
 
     def read(start):
-        found.update({index: np.concatenate(plan.rows(index)).tolist() for index in range(start, number, 4)})
+        found.update({index: plan.rows(index).pairs.tolist() for index in range(start, number, 4)})
 
     threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
     for thread in threads:
@@ -124,7 +130,7 @@ def test_a_pair_that_fits_no_row():
 
 def test_batch_by_hand():
     encoded = corpus([[10, 11], [12], []], [[20], [21, 22], []])
-    batch = make_batch(encoded, np.array([1, 0, 2]), Shape(2, 6, 6), MODEL, 3, np.array([2, 1]))
+    batch = make_batch(encoded, Rows(Shape(2, 6, 6), np.array([1, 0, 2]), np.array([2, 1])), MODEL, 3)
     assert batch.src.tolist() == [[12, 2, 10, 11, 2, 0], [2, 0, 0, 0, 0, 0], [0] * 6]
     assert batch.src_segments.tolist() == [[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
     assert batch.tgt_in.tolist() == [[1, 21, 22, 1, 20, 0], [1, 0, 0, 0, 0, 0], [0] * 6]
@@ -136,7 +142,7 @@ def test_batch_by_hand():
 def test_special_ids_come_from_the_model():
     model = replace(MODEL, pad_id=99, eos_id=0, bos_id=98, decoder_start="eos", source_eos=False)
     encoded = corpus([[10, 11], [12]], [[20], [21, 22]], source_eos=False)
-    batch = make_batch(encoded, np.array([0, 1]), Shape(1, 3, 6), model, 1, np.array([2]))
+    batch = make_batch(encoded, Rows(Shape(1, 3, 6), np.array([0, 1]), np.array([2])), model)
     assert batch.src.tolist() == [[10, 11, 12]]
     assert batch.src_segments.tolist() == [[1, 1, 2]]
     assert batch.tgt_in.tolist() == [[0, 20, 0, 21, 22, 99]]
@@ -152,7 +158,7 @@ def test_every_sentence_stands_whole_in_a_batch(seed):
     plan = PackedPlan(encoded.source_lengths, encoded.target_lengths, 24, 100, seed)
     found = []
     for index in range(plan.batches_per_epoch):
-        src, tgt_in, tgt_out, src_segments, tgt_segments = plan.batch(index, encoded, MODEL, row_multiple=3)
+        src, tgt_in, tgt_out, src_segments, tgt_segments = make_batch(encoded, plan.rows(index), MODEL, row_multiple=3)
         assert len(src) % 3 == 0
         for row in range(len(src)):
             for segment in range(1, src_segments[row].max() + 1):

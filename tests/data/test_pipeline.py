@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import BatchPlan, choose_shapes
+from transformer_jax.data.batching import BatchPlan, choose_shapes, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pipeline import batch_iterator
@@ -44,7 +44,7 @@ def same(first, second):
 
 def test_batches_are_those_of_the_plan_over_epochs(encoded, plan):
     stop = 2 * plan.batches_per_epoch + 3
-    expected = [plan.batch(index, encoded, MODEL) for index in range(stop)]
+    expected = [make_batch(encoded, plan.rows(index), MODEL) for index in range(stop)]
     assert same(list(batch_iterator(encoded, plan, MODEL, 0, stop, prefetch=4)), expected)
 
 

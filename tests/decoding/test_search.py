@@ -109,7 +109,7 @@ def test_a_result_does_not_depend_on_the_batch(stopping):
     together = beams(model, sentences, limits, k=3, n_best=2, width=15, stopping=stopping)
     for row, (sentence, limit) in enumerate(zip(sentences, limits, strict=True)):
         alone = beams(model, [sentence], [limit], k=3, n_best=2, width=15, stopping=stopping)
-        jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[0], all_[row]), alone, together)  # noqa: B023
+        jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[0], all_[row]), alone, together)  # noqa: B023  called at once
 
 
 def test_limits_hold_for_each_sentence():

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
-from transformer_jax.data.batching import BatchPlan, choose_shapes, eval_batches
+from transformer_jax.data.batching import BatchPlan, choose_shapes, eval_batches, make_batch
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs, load_or_encode
 from transformer_jax.data.packing import PackedPlan
@@ -138,10 +138,10 @@ def test_every_pair_is_in_a_batch_or_counted(tokenizers, found):
     assert encoded.report.kept == len(kept)
     lengths = encoded.source_lengths, encoded.target_lengths
     plan = BatchPlan(*lengths, choose_shapes(*lengths, 200, 2), 0)
-    epoch = [plan.batch(i, encoded, MODEL) for i in range(plan.batches_per_epoch)]
+    epoch = [make_batch(encoded, plan.rows(i), MODEL) for i in range(plan.batches_per_epoch)]
     assert sorted(row for batch in epoch for row in content(batch)) == sorted(kept)
     packed = PackedPlan(*lengths, 64, 200, 0)
-    numbers = np.concatenate([packed.pairs(i) for i in range(packed.batches_per_epoch)])
+    numbers = np.concatenate([packed.rows(i).pairs for i in range(packed.batches_per_epoch)])
     assert sorted(numbers.tolist()) == list(range(len(kept)))
 
 
@@ -157,7 +157,7 @@ def test_a_hundred_thousand_identical_lines_and_one_of_a_megabyte(kind):
     assert str(encoded.report).startswith("100002 pairs: 100001 kept, 0 empty, 1 longer")
     lengths = encoded.source_lengths, encoded.target_lengths
     plan = BatchPlan(*lengths, choose_shapes(*lengths, 200, 4), 0)
-    assert plan.batch(0, encoded, MODEL).src.shape[0] > 0
+    assert make_batch(encoded, plan.rows(0), MODEL).src.shape[0] > 0
     last = Pairs(pairs.source[-2:], pairs.target[-2:], "here")
     with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens; .*take the pair out"):
         _check_lengths(encode_pairs(last, tokenizers, MODEL), last, MODEL)

@@ -13,8 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 from kill_resume import differences, make_reference, outcome, start
 
 

@@ -20,11 +20,9 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from killed_run import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-from killed_run import PHASES  # noqa: E402
 
 NUM_STEPS = 12
 FLAGS = {

@@ -81,6 +81,17 @@ def choose_shapes(
     return tuple(reversed(ladder))
 
 
+class Rows(NamedTuple):
+    """Which pairs stand in a batch."""
+
+    shape: Shape
+    """Of the batch; there may be fewer rows with pairs."""
+    pairs: np.ndarray
+    """Their numbers (int64), row after row."""
+    in_row: np.ndarray | None = None
+    """For a packed batch, how many of the pairs stand in each of the first rows. None: one a row."""
+
+
 class Plan(Protocol):
     """Which pairs stand in which batch: what the input pipeline asks of a plan. Threads may share one."""
 
@@ -100,18 +111,8 @@ class Plan(Protocol):
     def order_bits(self) -> float:
         """Entropy of an epoch's order: the logarithm to base 2 of the number of orders that are equally likely."""
 
-    def pairs(self, index: int) -> np.ndarray:
-        """Pair numbers (int64) of global batch `index`, row after row."""
-
-    def batch(
-        self,
-        index: int,
-        encoded: EncodedPairs,
-        model: ModelConfig,
-        row_multiple: int = 1,
-        parts: RowParts = ALL_ROWS,
-    ) -> Batch:
-        """Global batch `index`, from 0 on over all epochs; the rest as for `make_batch`."""
+    def rows(self, index: int) -> Rows:
+        """What stands in global batch `index`, from 0 on over all epochs."""
 
 
 class EpochOrders:
@@ -162,28 +163,12 @@ class BatchPlan:
         """Batches of an epoch: the same for each."""
         return len(self._cuts)
 
-    def rows(self, index: int) -> tuple[Shape, np.ndarray]:
-        """Shape and pair numbers (int64, at most `shape.rows`) of global batch `index`, from 0 on over all epochs."""
+    def rows(self, index: int) -> Rows:
+        """What stands in global batch `index`, from 0 on over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
-        return self.shapes[cut.shape], pairs[cut.start : cut.stop]
-
-    def pairs(self, index: int) -> np.ndarray:
-        """Pair numbers (int64) of global batch `index`, row after row."""
-        return self.rows(index)[1]
-
-    def batch(
-        self,
-        index: int,
-        encoded: EncodedPairs,
-        model: ModelConfig,
-        row_multiple: int = 1,
-        parts: RowParts = ALL_ROWS,
-    ) -> Batch:
-        """Global batch `index`; the rest as for `make_batch`."""
-        shape, pairs = self.rows(index)
-        return make_batch(encoded, pairs, shape, model, row_multiple, parts=parts)
+        return Rows(self.shapes[cut.shape], pairs[cut.start : cut.stop])
 
     @property
     def padding_share(self) -> float:
@@ -207,35 +192,27 @@ class BatchPlan:
 
 
 def make_batch(
-    encoded: EncodedPairs,
-    pairs: np.ndarray,
-    shape: Shape,
-    model: ModelConfig,
-    row_multiple: int = 1,
-    pairs_in_row: np.ndarray | None = None,
-    parts: RowParts = ALL_ROWS,
+    encoded: EncodedPairs, chosen: Rows, model: ModelConfig, row_multiple: int = 1, parts: RowParts = ALL_ROWS
 ) -> Batch:
     """The pairs as padded arrays.
 
     Args:
         encoded: the corpus.
-        pairs: numbers of the pairs, row after row; they fit.
-        shape: of the batch.
+        chosen: the shape and the pairs, which fit.
         model: says the special ids, what the decoder reads first and whether the source ends with EOS.
-        row_multiple: `shape.rows` is rounded up to a multiple of it, so that devices divide the rows.
-        pairs_in_row: for a packed batch, how many of the pairs stand in each of the first rows. None: one a row.
+        row_multiple: the shape's rows are rounded up to a multiple of it, so that devices divide the rows.
         parts: which of the rows are made; their number divides `row_multiple`.
 
     Returns:
         int32 arrays; rows after the pairs hold nothing but padding.
     """
+    shape, pairs, in_row = chosen
     rows = -(-shape.rows // row_multiple) * row_multiple
-    in_row = np.ones(len(pairs), np.int64) if pairs_in_row is None else pairs_in_row
-    row = np.repeat(np.arange(len(in_row)), in_row)
+    row = np.arange(len(pairs)) if in_row is None else np.repeat(np.arange(len(in_row)), in_row)
     if len(parts.mine) < parts.num_parts:
-        chosen, place = parts.rows(rows), np.full(rows, -1)
-        place[chosen] = np.arange(len(chosen))
-        pairs, row, rows = pairs[place[row] >= 0], place[row], len(chosen)
+        mine, place = parts.rows(rows), np.full(rows, -1)
+        place[mine] = np.arange(len(mine))
+        pairs, row, rows = pairs[place[row] >= 0], place[row], len(mine)
         row = row[row >= 0]
     src = np.full((rows, shape.src_length), model.pad_id, np.int32)
     tgt_in = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
@@ -253,7 +230,7 @@ def make_batch(
     tgt_in[:, 1:] = tgt_out[:, :-1]
     tgt_in[row, first] = model.start_id
     tgt_out[row, first + lengths] = model.eos_id
-    if pairs_in_row is None:
+    if in_row is None:
         return Batch(src, tgt_in, tgt_out)
     segment = _counted_in(row, np.ones_like(row)) + 1
     src_segments, tgt_segments = np.zeros_like(src), np.zeros_like(tgt_out)
@@ -286,7 +263,7 @@ def eval_batches(
     bucket = _buckets(source_lengths, target_lengths, shapes)
     order = np.argsort(bucket, kind="stable")
     for cut in _cut(bucket, shapes):
-        yield make_batch(encoded, order[cut.start : cut.stop], shapes[cut.shape], model, row_multiple, parts=parts)
+        yield make_batch(encoded, Rows(shapes[cut.shape], order[cut.start : cut.stop]), model, row_multiple, parts)
 
 
 class _Cut(NamedTuple):

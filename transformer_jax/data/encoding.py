@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer_jax.checksums import file_sha256
 from transformer_jax.config import Config, DataConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.data.tokenizer import Tokenizer, TokenizerPair
@@ -207,7 +208,7 @@ def _save(encoded: EncodedPairs, directory: Path) -> None:
     manifest = {
         "source_eos": encoded.source_eos,
         "report": encoded.report and asdict(encoded.report),
-        "sha256": {name: _file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
+        "sha256": {name: file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
     }
     (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     if directory.exists() and _load(directory) is None:
@@ -225,15 +226,10 @@ def _load(directory: Path) -> EncodedPairs | None:
         arrays = {}
         for name in _ARRAYS:
             path = directory / f"{name}.npy"
-            if _file_sha256(path) != manifest["sha256"][name]:
+            if file_sha256(path) != manifest["sha256"][name]:
                 return None
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         report = manifest["report"]
         return EncodedPairs(**arrays, source_eos=manifest["source_eos"], report=report and FilterReport(**report))
     except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
         return None
-
-
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

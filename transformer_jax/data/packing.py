@@ -7,10 +7,7 @@ and mixes the rows. So every epoch has as many batches, other company for each p
 
 import numpy as np
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import EpochOrders, Shape, equal_parts, log2_factorials, make_batch
-from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.types import ALL_ROWS, Batch, RowParts
+from transformer_jax.data.batching import EpochOrders, Rows, Shape, equal_parts, log2_factorials
 
 _STREAM = 4096  # pairs that are packed one after the other; the streams of a corpus are packed side by side
 _OPEN_ROWS = 32  # of a stream
@@ -112,29 +109,13 @@ class PackedPlan:
         """Batches of an epoch: the same for each."""
         return -(-len(self._ends) // self._shape.rows)
 
-    def rows(self, index: int) -> list[np.ndarray]:
-        """Pair numbers (int64) of each row of global batch `index`, from 0 on over all epochs."""
+    def rows(self, index: int) -> Rows:
+        """What stands in global batch `index`, from 0 on over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, rows = self._order(epoch)
         chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
-        return [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
-
-    def pairs(self, index: int) -> np.ndarray:
-        """Pair numbers (int64) of global batch `index`, row after row."""
-        return np.concatenate(self.rows(index))
-
-    def batch(
-        self,
-        index: int,
-        encoded: EncodedPairs,
-        model: ModelConfig,
-        row_multiple: int = 1,
-        parts: RowParts = ALL_ROWS,
-    ) -> Batch:
-        """Global batch `index`; the rest as for `make_batch`."""
-        rows = self.rows(index)
-        pairs_in_row = np.array([len(row) for row in rows])
-        return make_batch(encoded, np.concatenate(rows), self._shape, model, row_multiple, pairs_in_row, parts)
+        in_rows = [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
+        return Rows(self._shape, np.concatenate(in_rows), np.array([len(row) for row in in_rows]))
 
     @property
     def padding_share(self) -> float:

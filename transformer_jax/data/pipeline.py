@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grain
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import Plan
+from transformer_jax.data.batching import Plan, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
@@ -37,7 +37,8 @@ class BatchSource:
         return max(0, self._stop - self._start)
 
     def __getitem__(self, index: int) -> Batch:
-        return self._plan.batch(self._start + int(index), self._encoded, self._model, self._row_multiple, self._parts)
+        rows = self._plan.rows(self._start + int(index))
+        return make_batch(self._encoded, rows, self._model, self._row_multiple, self._parts)
 
 
 def batch_iterator(

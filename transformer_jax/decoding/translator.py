@@ -177,8 +177,11 @@ class Translator:
 
 def _share(rows: Sequence[Sequence[int]]) -> list[int]:
     """The rows that this process translates: every n-th by length, so that all have about as much to do."""
-    order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index))
-    return order[jax.process_index() :: jax.process_count()]
+    return _longest_first(rows)[jax.process_index() :: jax.process_count()]
+
+
+def _longest_first(rows: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda index: -len(rows[index]))
 
 
 def _well_formed(text: str) -> str:
@@ -221,7 +224,7 @@ def _batches(
 ) -> Iterator[tuple[list[int], np.ndarray]]:
     """(which rows, their ids padded), longest first; one shape for each padded length, empty rows left out."""
     groups: dict[int, list[int]] = {}
-    for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), index)):
+    for index in _longest_first(rows):
         if rows[index]:
             groups.setdefault(min(padded_length(len(rows[index])), room), []).append(index)
     for length, indices in groups.items():

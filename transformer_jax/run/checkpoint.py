@@ -138,7 +138,8 @@ def checkpoint_steps(run: RunFolder) -> list[int]:
     if not run.checkpoints.is_dir():
         return []
     folders = [path for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
-    return sorted(int(path.name) for path in folders if run.format() == 0 or has_manifest(path))
+    is_old = run.format() == 0  # from before there were manifests
+    return sorted(int(path.name) for path in folders if is_old or has_manifest(path))
 
 
 def resolve_checkpoint(run: RunFolder, which: str, best_by: str = "valid_loss") -> Path:

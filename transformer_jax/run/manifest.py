@@ -1,9 +1,9 @@
 """The SHA-256 of a checkpoint's files, so that damage is noticed: Orbax restores flipped bits without a word."""
 
-import hashlib
 import json
 from pathlib import Path
 
+from transformer_jax.checksums import file_sha256
 from transformer_jax.errors import UserError
 from transformer_jax.run.folder import write_atomically
 
@@ -19,7 +19,7 @@ def write_manifest(folder: Path) -> None:
 
     Files beside the manifest are Orbax's notes on the whole, which it writes last.
     """
-    files = {name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for name, path in _files(folder).items()}
+    files = {name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for name, path in _files(folder).items()}
     write_atomically(folder / NAME, json.dumps({"files": files}, indent=1) + "\n")
 
 
@@ -49,7 +49,7 @@ def verify(folder: Path) -> None:
             raise DamagedCheckpointError(
                 f"the checkpoint {folder} is damaged: {name} has {found[name].stat().st_size} bytes, not {size}"
             )
-        if _sha256(found[name]) != sha256:
+        if file_sha256(found[name]) != sha256:
             raise DamagedCheckpointError(
                 f"the checkpoint {folder} is damaged: {name} does not hold what was written (its SHA-256 differs)"
             )
@@ -57,8 +57,3 @@ def verify(folder: Path) -> None:
 
 def _files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/**/*")) if path.is_file()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

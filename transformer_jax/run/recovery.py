@@ -1,5 +1,6 @@
 """What a run is resumed from: its newest checkpoint that is whole."""
 
+import itertools
 import warnings
 
 from transformer_jax.errors import UserError
@@ -39,12 +40,9 @@ def recover(run: RunFolder, *, strict: bool = False) -> list[int]:
                 raise UserError(f"{error}; there is no earlier one. Start again with another --workdir") from error
             if strict:
                 raise UserError(f"{error}; without --strict, step {earlier[-1]} would be tried") from error
-            place = run.damaged / folder.name
-            for number in range(1, 1000):
-                if not place.exists():
-                    break
-                place = run.damaged / f"{folder.name}-{number}"
-            place.parent.mkdir(exist_ok=True)
+            run.damaged.mkdir(exist_ok=True)
+            names = (f"{folder.name}-{number}" if number else folder.name for number in itertools.count())
+            place = next(run.damaged / name for name in names if not (run.damaged / name).exists())
             folder.rename(place)
             warnings.warn(f"{error}. It is moved to {place}; step {earlier[-1]} is tried", stacklevel=2)
     return []

@@ -157,8 +157,16 @@ def _look(
                 calls.append(module.path)
             return method == "__call__"
 
-        options: dict[str, Any] = {"deterministic": False, "rngs": {"dropout": rng}, "capture_intermediates": is_wanted}
-        sums, seen = loss_sums(model, params, batch, **loss_options, **options)
+        sums, seen = loss_sums(
+            model,
+            params,
+            batch,
+            **loss_options,
+            deterministic=False,
+            rngs={"dropout": rng},
+            mutable=["intermediates"],
+            capture_intermediates=is_wanted,
+        )
         flags: dict[str, Any] = {}
         times: dict[tuple[str, ...], int] = {}
         for number, path in enumerate(calls):

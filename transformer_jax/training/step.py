@@ -1,6 +1,6 @@
 """THE training step: a pure function, the same on one CPU and on many devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,12 +105,15 @@ def loss_sums(
     smoothing: float,
     mass: SmoothingMass,
     max_logits: int | None,
+    *,
+    mutable: Sequence[str] = (),
     **options: Any,
 ) -> tuple[LossSums, Any]:
-    """Sums of the loss over a batch, and the model's mutable collections, of which there are none unless asked for.
+    """Sums of the loss over a batch, and the collections of the model's that were asked for.
 
     Args:
         model, params, batch, smoothing, mass, max_logits: as for `train_step`.
+        mutable: names of collections.
         options: for `model.apply`.
     """
     (x, output), collections = model.apply(
@@ -120,7 +123,8 @@ def loss_sums(
         src_segments=batch.src_segments,
         tgt_segments=batch.tgt_segments,
         method="before_logits",
-        **{"mutable": ["intermediates"], **options},
+        mutable=list(mutable),
+        **options,
     )
     targets, pad_id = jnp.asarray(batch.tgt_out), model.config.pad_id
     sums = projected_cross_entropy(
