@@ -1,11 +1,13 @@
 """What every test runs under. All of it is set before jax is imported, here and in the workers of pytest-xdist,
 which inherit this environment and read this file again."""
 
+import functools
 import gc
 import importlib
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,12 @@ def optional_package():
             pytest.skip(message)
 
     return import_or_skip
+
+
+@pytest.fixture
+def cli(monkeypatch, capsysbinary):
+    """`cli("translate", run, stdin=b"...")` runs a command in this process."""
+    from command_line import run_command
+
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
+    return functools.partial(run_command, monkeypatch, capsysbinary)

@@ -91,6 +91,8 @@ def main():
     outcome = run("data", make_mesh(8, 1, 1), 7, num_steps=50, keep_checkpoints=20, checkpoint_seconds=clock)
     found["data"] = [outcome.step, outcome.interrupted_by, checkpoint_steps(RunFolder(FOLDER / "data"))]
     outcome = run("there", make_mesh(1, 8, 1))  # one process wrote its second step
+    too_fast = {"schedule": "constant", "peak_learning_rate": 1e38, "warmup_steps": 1}
+    found["diverged"] = failure(lambda: run("diverged", make_mesh(1, 8, 1), **too_fast))
     table = outcome.state.params["embedding"]["table"]
     found["shards"] = [list(shard.data.shape) for shard in table.addressable_shards]
     found["axis"] = failure(

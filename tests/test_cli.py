@@ -1,58 +1,27 @@
 """The command line: flags, streams, exit statuses, and what a user reads when something is wrong."""
 
 import ast
-import io
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 import types
-import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from command_line import plain
 from test_commands import tiny_run
 
-from transformer_jax import cli as module
-from transformer_jax import commands
+from transformer_jax import commands, score_commands
 from transformer_jax.decoding.translator import Translator
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class Done(NamedTuple):
-    """How a command ended."""
-
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     return tiny_run(tmp_path_factory)
-
-
-@pytest.fixture
-def cli(monkeypatch, capsysbinary):
-    """`cli("translate", run, stdin=b"...")` runs a command in this process."""
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
-
-    def call(*args, stdin=b""):
-        capsysbinary.readouterr()
-        monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin)))
-        try:
-            status = module.main([*map(str, args), "--no-malloc-tuning"])
-        except SystemExit as error:
-            status = error.code
-        out, err = capsysbinary.readouterr()
-        return Done(status, out.decode(), err.decode())
-
-    return call
 
 
 @pytest.fixture
@@ -74,11 +43,6 @@ def trains(monkeypatch):
     seen = []
     monkeypatch.setattr(commands, "train", lambda *given, **flags: seen.append((*given[:2], flags)))
     return seen
-
-
-def plain(text):
-    """Without the frames that tyro draws, and in one line."""
-    return " ".join(re.sub(r"[│─╭╮╰╯]", " ", text).split())
 
 
 # ------------------------------------------------------------------------------------------------------------- train
@@ -169,7 +133,7 @@ def test_traceback_is_for_those_who_ask(cli, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("the sky fell\nand more")
 
-    monkeypatch.setattr(commands, "average", fails)
+    monkeypatch.setattr(score_commands, "average", fails)
     assert cli("average", "nowhere") == (
         1,
         "",
@@ -335,66 +299,3 @@ def test_a_full_disk_is_a_stated_failure(tiny):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr.decode()
     assert done.stderr.decode().splitlines()[0].startswith("error: OSError: [Errno 28]")
-
-
-# ------------------------------------------------------------------------------------------------ evaluate and average
-
-
-def test_evaluate_reads_files_and_says_one_object_a_run(cli, tiny, tmp_path):
-    run = tiny.copy(tmp_path / "other")
-    files = ["--source", tiny.corpus / "test.en", "--reference", tiny.corpus / "test.de"]
-    done = cli("evaluate", tiny.run, run, *files, "--json")
-    assert (done.status, done.err) == (0, "")
-    results = [json.loads(line) for line in done.out.splitlines()]
-    assert [result["run"] for result in results] == [str(tiny.run), str(run)]
-    written = json.loads((tiny.run / "result.json").read_text())
-    for result in results:
-        assert {name: result[name] for name in ("bleu", "chrf", "exact_match")} == {
-            name: written[name] for name in ("bleu", "chrf", "exact_match")
-        }
-        assert {"loss", "perplexity", "sentences_per_second", "bleu_signature", "chrf_signature"} <= result.keys()
-
-
-def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkeypatch, tiny, tmp_path):
-    seen = []
-    result = {"run": "x", "checkpoint": "last"}
-    monkeypatch.setattr(commands, "evaluate", lambda *args, **options: (seen.append((args, options)), result)[1])
-    other = tiny.copy(tmp_path / "other")
-    config = json.loads((other / "config.json").read_text())
-    config["decoding"]["max_extra"] = 9
-    (other / "config.json").write_text(json.dumps(config))
-    # 3 is what the first run has anyway.
-    done = cli("evaluate", "--max-extra", "3", tiny.run, other, "--split", "valid", "--lowercase", "--tokenize", "intl")
-    assert done.status == 0
-    for (args, options), run in zip(seen, (tiny.run, other), strict=True):
-        assert args == (run, None, "valid")
-        assert options == {"tokenize": "intl", "lowercase": True, "max_extra": 3}
-    assert done.out == "x, checkpoint last\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("args", "status", "message"),
-    [
-        (["--source", "test.en"], 2, "--source and --reference go together"),
-        (["--split", "dev"], 2, "Expected one of ('test', 'valid', 'train')"),
-        (["--source", "test.en", "--reference", "valid.de"], 1, "12 source sentences and 8 target sentences"),
-        (["--source", "test.en", "--reference", "none.de"], 1, "none.de: cannot be read: No such file or directory"),
-        (["--tokenize", "moses"], 1, "tokenize is 'moses'; legal: "),
-    ],
-)
-def test_wrong_flags_of_evaluate(cli, tiny, monkeypatch, args, status, message):
-    monkeypatch.chdir(tiny.corpus)
-    done = cli("evaluate", tiny.run, *args)
-    assert (done.status, done.out) == (status, "")
-    assert message in plain(done.err)
-
-
-def test_average_then_translate_with_it(cli, tiny, tmp_path):
-    run = tiny.copy(tmp_path / "run")
-    done = cli("average", "--last", "2", run)
-    assert done == (0, f"{run / 'average'}: the average of the steps 2, 4\n", "")
-    assert cli("translate", run, "--checkpoint", "average", "--max-extra", "1", stdin=b"the dog\n").status == 0
-    shutil.rmtree(run / "checkpoints" / "2")
-    done = cli("average", run, "--last", "2")
-    assert done.status == 1
-    assert done.err == f"error: {run} has 1 checkpoints [4]; the last 2 cannot be averaged\n"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from transformer_jax import commands
+from transformer_jax import commands, score_commands
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
@@ -263,17 +263,17 @@ def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimiser(tiny, tmp_
 
 
 def test_evaluate_scores_a_split_or_given_pairs(tiny):
-    test = commands.evaluate(tiny.run)
+    test = score_commands.evaluate(tiny.run)
     result = json.loads(RunFolder(tiny.run).result.read_text())
     for name in ("bleu", "chrf", "exact_match", "num_sentences", "bleu_signature"):
         assert test[name] == result[name]
     assert test["loss"] == pytest.approx(result["loss"], rel=1e-5)
-    assert commands.evaluate(tiny.run, split="valid")["num_sentences"] == 8
+    assert score_commands.evaluate(tiny.run, split="valid")["num_sentences"] == 8
     translations = Translator.load(tiny.run).translate(["a dog", "the cat"])
-    perfect = commands.evaluate(tiny.run, Pairs(["a dog", "the cat"], translations, "here"))
+    perfect = score_commands.evaluate(tiny.run, Pairs(["a dog", "the cat"], translations, "here"))
     assert perfect["exact_match"] == 100
     with pytest.raises(UserError, match="legal: train, valid, test"):
-        commands.evaluate(tiny.run, split="dev")
+        score_commands.evaluate(tiny.run, split="dev")
 
 
 def test_evaluate_without_such_a_split(tiny, tmp_path):
@@ -281,14 +281,14 @@ def test_evaluate_without_such_a_split(tiny, tmp_path):
     config = dataclasses.replace(tiny.config, data=dataclasses.replace(tiny.config.data, test=""))
     (run / "config.json").write_text(config.to_json())
     with pytest.raises(UserError, match=r"data\.test is empty"):
-        commands.evaluate(run)
+        score_commands.evaluate(run)
 
 
 def test_average_is_the_mean_of_the_last_checkpoints(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     with pytest.raises(UserError, match="no averaged checkpoint"):
         Translator.load(run, checkpoint="average")
-    assert commands.average(run, 2) == [2, 4]
+    assert score_commands.average(run, 2) == [2, 4]
     averaged = Translator.load(run, checkpoint="average").params
     jax.tree.map(
         lambda mean, one, two: np.testing.assert_allclose(mean, (np.asarray(one) + np.asarray(two)) / 2, atol=1e-6),
@@ -298,4 +298,4 @@ def test_average_is_the_mean_of_the_last_checkpoints(tiny, tmp_path):
     )
     for last in (0, 3):
         with pytest.raises(UserError, match=rf"has 2 checkpoints \[2, 4\]; the last {last} cannot be averaged"):
-            commands.average(run, last)
+            score_commands.average(run, last)

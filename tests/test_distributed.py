@@ -141,6 +141,19 @@ def test_all_stop_after_the_same_step_and_save_by_one_clock(two):
     assert found[0]["data"] == found[1]["data"]
 
 
+def test_a_step_that_is_not_finite_is_looked_into_by_all_and_written_down_by_one(two, tmp_path):
+    folder, found = two
+    too_fast = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1)
+    with pytest.raises(UserError) as alone:
+        train(tmp_path / "alone", too_fast, batches=batches)
+    said = str(alone.value).replace(str(tmp_path / "alone"), str(folder / "diverged"))
+    assert [one["diverged"] for one in found] == [said] * 2
+    assert "the loss of step 2 is nan; first: the output of " in said
+    (report,) = (folder / "diverged").glob("diverged-*.json")
+    expected = json.loads((tmp_path / "alone" / report.name).read_text())
+    assert json.loads(report.read_text()) == expected
+
+
 def test_two_processes_translate_and_evaluate_as_one(two):
     folder, found = two
     config, run, alone = Config.from_json((folder / "command.json").read_text()), folder / "command", folder / "alone"

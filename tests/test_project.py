@@ -29,7 +29,7 @@ LAYERS = (
     ("training", "decoding"),
     ("evaluation", "interop"),
     ("parity",),
-    ("commands", "doctor"),
+    ("commands", "doctor", "score_commands"),
     ("cli", "__main__"),
     ("__init__",),
 )
@@ -37,8 +37,8 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # Each of these libraries is spoken to in one file, so that it can be changed or replaced there.
 ONE_FILE = (
-    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "safetensors", "sentencepiece", "tensorboardX"),
-    *("tensorflow_datasets", "tokenizers", "tqdm", "tyro"),
+    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "sacremoses", "safetensors"),
+    *("sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "tqdm", "tyro"),
 )
 
 MAX_LINES = 400

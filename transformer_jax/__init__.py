@@ -40,8 +40,8 @@ API = {
     "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
     # What the commands do.
     "train": "commands",
-    "evaluate": "commands",
-    "average": "commands",
+    "evaluate": "score_commands",
+    "average": "score_commands",
     # To and from other software.
     "import_run": "interop.convert",
     "export_run": "interop.convert",
@@ -51,7 +51,7 @@ API = {
 __all__ = ["API", "__version__", *API]
 
 if TYPE_CHECKING:
-    from transformer_jax.commands import average, evaluate, train
+    from transformer_jax.commands import train
     from transformer_jax.config import (
         Config,
         DataConfig,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
     from transformer_jax.parity.command import compare
     from transformer_jax.presets import preset
+    from transformer_jax.score_commands import average, evaluate
     from transformer_jax.training.loss import cross_entropy
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
     from transformer_jax.training.state import TrainState

@@ -1,8 +1,7 @@
-"""What the commands of the command line do: `train`, `evaluate`, `average`, as functions."""
+"""What the command `train` does, as a function."""
 
 import dataclasses
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -33,9 +32,10 @@ from transformer_jax.distributed import (
     together,
 )
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import Report, Validation, evaluate_pairs
+from transformer_jax.evaluation.evaluate import Validation, evaluate_pairs
+from transformer_jax.evaluation.report import result_of, say_result
 from transformer_jax.model.transformer import count_parameters
-from transformer_jax.run.averaging import average_checkpoints
+from transformer_jax.run.averaging import average_checkpoints, choose_steps
 from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder, write_atomically
 from transformer_jax.run.lock import locked
@@ -284,7 +284,7 @@ def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None
     if config.training.average_last:
         # Of those checkpoints that were written, at most so many.
         last = min(config.training.average_last, from_first(len(checkpoint_steps(run))))
-        average_checkpoints(run, config.model, last)
+        average_checkpoints(run, config.model, choose_steps(run, last=last))
     if pairs is None:
         only_first(lambda: write_atomically(run.result, json.dumps({"asked": _asked(config)}, indent=2) + "\n"))
         say(f"{run.path} has no test: no such split is configured (data.test)")
@@ -297,61 +297,3 @@ def _test(config: Config, run: RunFolder, pairs: Pairs | None, say: Say) -> None
     result["asked"] = _asked(config)
     only_first(lambda: write_atomically(run.result, to_json(result, indent=2) + "\n"))
     say_result(result, say)
-
-
-def result_of(report: Report) -> dict[str, Any]:
-    """A report's figures as JSON has them."""
-    scores = dataclasses.asdict(report.scores)
-    others = {item.name: getattr(report, item.name) for item in dataclasses.fields(report)}
-    return {**scores, **{name: value for name, value in others.items() if name not in ("scores", "translations")}}
-
-
-def say_result(result: dict[str, Any], say: Say) -> None:
-    """A result as lines, the last of them `exact match 99.62 %`."""
-    if "bleu" not in result:
-        return
-    say(f"BLEU {result['bleu']:.2f}  ({result['bleu_signature']})")
-    say(f"chrF {result['chrf']:.2f}  ({result['chrf_signature']})")
-    # JSON has null for what is not finite.
-    loss, perplexity = (math.inf if result[name] is None else result[name] for name in ("loss", "perplexity"))
-    say(f"loss {loss:.4f}, perplexity {perplexity:.3f} per token")
-    say(
-        f"{result['num_sentences']} sentences, {result['sentences_per_second']:.1f} sentences/s, "
-        f"{result['tokens_per_second']:.0f} tokens/s"
-    )
-    say(f"exact match {result['exact_match']:.2f} %")
-
-
-def evaluate(
-    run: str | Path,
-    pairs: Pairs | None = None,
-    split: str = "test",
-    *,
-    tokenize: str | None = None,
-    lowercase: bool = False,
-    **decoding: Any,
-) -> dict[str, Any]:
-    """Scores a run on given pairs, or on a split of its own corpus.
-
-    Keyword arguments after `lowercase` replace fields of the run's `decoding` section.
-
-    Raises:
-        UserError: no such run, checkpoint or split.
-    """
-    translator = Translator.load(run, **decoding)
-    if pairs is None:
-        if split not in ("train", "valid", "test"):
-            raise UserError(f"split is {split!r}; legal: train, valid, test")
-        pairs = read_split(translator.config.data, split)  # type: ignore[arg-type]
-        if pairs is None:
-            raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
-    report = evaluate_pairs(translator, pairs, tokenize=tokenize, lowercase=lowercase)
-    return {"run": str(run), "checkpoint": translator.config.decoding.checkpoint, **result_of(report)}
-
-
-def average(run: str | Path, last: int) -> list[int]:
-    """Averages the last checkpoints of a run into its `average/`, which `--checkpoint average` then means."""
-    folder = RunFolder(Path(run))
-    config = folder.load_config()
-    with locked(folder):
-        return average_checkpoints(folder, config.model, last)

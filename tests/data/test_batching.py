@@ -113,9 +113,9 @@ def test_padding_is_little(sides, most, batch_tokens):
     assert share <= most
     assert len(shapes) <= 12
     made = [plan.rows(i) for i in range(plan.batches_per_epoch)]
-    positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape, _ in made)
+    positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape, _, _ in made)
     assert share == pytest.approx(1 - (sides[0].sum() + sides[1].sum()) / positions)
-    assert sum(shape.rows - len(pairs) for shape, pairs in made) <= len(made)
+    assert sum(shape.rows - len(pairs) for shape, pairs, _ in made) <= len(made)
     assert min(shape.rows * max(shape.src_length, shape.tgt_length) for shape in shapes) > 0.4 * batch_tokens
 
 

@@ -1,12 +1,17 @@
 """Scores against sacreBLEU's own functions."""
 
+import random
+import re
+import subprocess
+import sys
+
 import pytest
 import sacrebleu
 from sacrebleu.metrics import BLEU, CHRF
 
 from transformer_jax.config import Config, TokenizerConfig
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.scores import check_tokenization, score_corpus, tokenization_of
+from transformer_jax.evaluation.scores import check_tokenization, resample, score_corpus, tokenization_of
 
 TRANSLATIONS = ["the cat sat on the mat .", "A dog, runs fast!", "", "ein Haus"]
 REFERENCES = ["The cat sat on the mat .", "a dog runs very fast!", "nothing", "ein Haus"]
@@ -54,3 +59,32 @@ def test_tokenised_text_is_not_tokenised_again():
     assert tokenization_of(Config()) == "13a"
     assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="word"))) == "13a"
     assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="presegmented"))) == "none"
+
+
+def test_figures_intervals_and_significance_are_those_of_its_command_line(tmp_path):
+    rng = random.Random(0)
+    references = [" ".join(rng.choices(["a", "b", "c", "d", "e", "f", "g"], k=12)) for _ in range(60)]
+    systems = {
+        name: [" ".join(word if rng.random() < keep else "x" for word in line.split()) for line in references]
+        for name, keep in (("good", 0.9), ("poor", 0.8))
+    }
+    for name, lines in {"reference": references, **systems}.items():
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    files = [tmp_path / name for name in ("reference", *systems)]
+    options = ["-m", "bleu", "chrf", "--paired-bs", "--paired-bs-n", "200", "-w", "6", "--format", "text"]
+    command = [sys.executable, "-m", "sacrebleu", files[0], "-i", *files[1:], *options]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)  # its JSON fails here
+    figures = re.findall(r"([\d.]+) \(([\d.]+) ± ([\d.]+)\)", done.stdout.decode())
+    p_values = re.findall(r"\(p = ([\d.]+)\)", done.stdout.decode())
+    assert (len(figures), len(p_values)) == (4, 2)
+
+    found = resample(systems, references, num_samples=200)
+    ours = [*found["good"], *found["poor"]]
+    for one, theirs in zip(ours, figures, strict=True):
+        assert (one.score, one.mean, one.interval) == pytest.approx([float(figure) for figure in theirs], abs=1e-5)
+    assert [one.p_value for one in ours] == [None, None, *(pytest.approx(float(p), abs=6e-5) for p in p_values)]
+    assert ours[2].p_value < 0.05
+    for one in ours:
+        assert one.signature in done.stdout.decode()
+    alone = resample({"good": systems["good"]}, references, num_samples=200)["good"]
+    assert alone == found["good"]

@@ -11,9 +11,10 @@ from garbage import bounded, json_values, mutated_bytes, mutated_json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax import cli, commands
+from transformer_jax import cli, commands, score_commands
 from transformer_jax.config import Config, load_config
 from transformer_jax.errors import UserError
+from transformer_jax.evaluation.report import say_result
 from transformer_jax.recipes import numbers_config
 from transformer_jax.strict_json import to_json
 
@@ -123,12 +124,12 @@ def test_an_evaluation_that_overflows_is_said_as_json_and_in_words(monkeypatch, 
     found = {"run": "r", "checkpoint": "last", "bleu": 0.0, "bleu_signature": "s", "chrf": 0.0, "chrf_signature": "s"}
     found |= {"loss": 1000.0, "perplexity": float("inf"), "exact_match": 0.0, "num_sentences": 1}
     found |= {"sentences_per_second": 1.0, "tokens_per_second": 1.0}
-    monkeypatch.setattr(commands, "evaluate", lambda *_, **__: found)
+    monkeypatch.setattr(score_commands, "evaluate_runs", lambda *_, **__: [found])
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO()))
     assert cli.main(["evaluate", "r", "--json"]) == 0
     read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert read["perplexity"] is None
     said: list[str] = []
-    commands.say_result(read, said.append)
+    say_result(read, said.append)
     assert "loss 1000.0000, perplexity inf per token" in said

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from interop_cases import assert_same_trees
 
-from transformer_jax import cli, commands
+from transformer_jax import cli, commands, score_commands
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
@@ -56,7 +56,7 @@ def test_there_and_back(target, run, tmp_path, capsys, optional_package):
     assert command("import", "--from", target, tmp_path / "out", "--output", tmp_path / "back") == 0
     assert_same_trees(params_of(tmp_path / "back"), params_of(run))
     assert Translator.load(tmp_path / "back").translate(TEXTS) == Translator.load(run).translate(TEXTS)
-    assert commands.evaluate(tmp_path / "back")["bleu"] == commands.evaluate(run)["bleu"]
+    assert score_commands.evaluate(tmp_path / "back")["bleu"] == score_commands.evaluate(run)["bleu"]
     assert f"{tmp_path / 'out'}: config.json, exported.json, model." in capsys.readouterr().out
 
 

@@ -1,5 +1,7 @@
 """Checkpoint averaging against NumPy float64."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.run.averaging import average_checkpoints, average_params
+from transformer_jax.run.averaging import average_checkpoints, average_params, choose_steps
 from transformer_jax.run.checkpoint import Checkpoints, load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder
 
@@ -34,7 +36,7 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("last", [3, 1])
 def test_an_average_is_the_mean_in_float64(run, last):
     steps = [10, 15, 20][-last:]
-    assert average_checkpoints(run, CONFIG, last) == steps
+    assert average_checkpoints(run, CONFIG, choose_steps(run, last=last)) == steps
     trees = [random_params(step) for step in steps]
     averaged = load_params(resolve_checkpoint(run, "average"), CONFIG)
 
@@ -55,4 +57,30 @@ def test_sums_are_in_float64_and_results_in_the_own_type():
 @pytest.mark.parametrize("last", [0, 5, -1])
 def test_too_many_or_none_cannot_be_averaged(run, last):
     with pytest.raises(UserError, match=rf"has 4 checkpoints \[5, 10, 15, 20\]; the last {last} cannot be averaged"):
-        average_checkpoints(run, CONFIG, last)
+        choose_steps(run, last=last)
+
+
+def test_a_time_before_the_last_checkpoint(run):
+    for step, minutes in {5: 0, 10: 11, 15: 20, 20: 30.5}.items():
+        file = run.checkpoints / str(step) / "_CHECKPOINT_METADATA"
+        noted = json.loads(file.read_text()) | {"commit_timestamp_nsecs": int((1e6 + minutes) * 60e9)}
+        file.write_text(json.dumps(noted))
+    assert [choose_steps(run, minutes=minutes) for minutes in (0, 11, 20, 99)] == [
+        [20],
+        [15, 20],
+        [10, 15, 20],
+        [5, 10, 15, 20],
+    ]
+    with pytest.raises(UserError, match=r"of -1 minutes none"):
+        choose_steps(run, minutes=-1)
+    file.write_text("{}")
+    with pytest.raises(UserError, match="does not say when"):
+        choose_steps(run, minutes=5)
+
+
+def test_named_steps(run):
+    assert average_checkpoints(run, CONFIG, (20, 5, 20)) == [5, 20]
+    expected = average_params([random_params(5), random_params(20)])
+    jax.tree.map(np.testing.assert_array_equal, load_params(resolve_checkpoint(run, "average"), CONFIG), expected)
+    with pytest.raises(UserError, match="no checkpoint '6'"):
+        average_checkpoints(run, CONFIG, (5, 6))

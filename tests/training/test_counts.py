@@ -21,12 +21,25 @@ def tree_bytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_operations_bytes_and_memory_of_the_compiled_step():
+def compile_step(**options):
+    """The abstract state of a training step, and the step compiled for it."""
     model, optimizer = Transformer(MODEL), make_optimizer(TrainingConfig(), MODEL.d_model)
     state = jax.eval_shape(partial(init_state, model, optimizer), init_rng(0))
     batch = Batch(*[jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)] * 3)
-    step = jax.jit(partial(train_step, model=model, optimizer=optimizer), donate_argnums=0)
-    compiled = step.lower(state, batch, dropout_rng(0)).compile()
+    step = jax.jit(partial(train_step, model=model, optimizer=optimizer, **options), donate_argnums=0)
+    return state, step.lower(state, batch, dropout_rng(0)).compile()
+
+
+def test_accumulation_needs_the_memory_of_a_part_and_of_one_more_gradient():
+    state, whole = compile_step()
+    _, parts = compile_step(accumulate=4)
+    weights, needed = tree_bytes(state.params), whole.memory_analysis().temp_size_in_bytes
+    assert parts.memory_analysis().temp_size_in_bytes <= 1.1 * (needed / 4 + 2 * weights)
+    assert parts.memory_analysis().temp_size_in_bytes < 0.5 * needed
+
+
+def test_operations_bytes_and_memory_of_the_compiled_step():
+    state, compiled = compile_step()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     weights, tokens = tree_bytes(state.params), ROWS * LENGTH
     logits, activations = tokens * MODEL.vocab_size * 4, tokens * MODEL.d_model * 4

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformer_jax.cli import models, runs
+from transformer_jax.cli import models, runs, scores
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.determinism import make_deterministic
@@ -22,8 +22,8 @@ USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning]
 commands:
   train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
   translate RUN [...] < in.txt > out.txt                       translate, a line for each line
-  evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss and speed
-  average RUN --last K                                         average the last K checkpoints
+  evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss, speed; differences; --sweep
+  average RUN [--last K|--minutes M|--steps S...]              average checkpoints
   import --from FORMAT PATH --output RUN [...]                 a run of another software's model
   export RUN --to FORMAT --output DIR                          a run for another software
   compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
@@ -41,8 +41,8 @@ transformer-jax COMMAND --help says more."""
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": runs.train,
     "translate": runs.translate,
-    "evaluate": runs.evaluate,
-    "average": runs.average,
+    "evaluate": scores.evaluate,
+    "average": scores.average,
     "import": models.import_model,
     "export": models.export_model,
     "compare": models.compare,

@@ -1,4 +1,4 @@
-"""Parsers of the commands that make and use runs: train, translate, evaluate, average."""
+"""Parsers of the commands that make and use runs: train, translate."""
 
 import codecs
 import dataclasses
@@ -8,14 +8,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag, usage_error
+from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.distributed import Cluster, from_first, is_first, join
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
-from transformer_jax.strict_json import to_json
 
 
 def train(args: list[str]) -> None:
@@ -75,13 +74,13 @@ def translate(args: list[str]) -> None:
         Translate,
         "translate",
         args,
-        default=Translate(MISSING, _decoding_of(args)),
+        default=Translate(MISSING, decoding_of(args)),
         description="Reads lines on stdin and writes one translation for each on stdout. Defaults are the run's own.",
     )
     with_others = join_processes(parsed.cluster)
     from transformer_jax.decoding.translator import Translator
 
-    translator = Translator.load(parsed.run, **_given(parsed.decoding, args))
+    translator = Translator.load(parsed.run, **given_fields(parsed.decoding, args))
     if with_others:
         lines = from_first(_stdin_lines() if is_first() else None)
         translations = translator.translate(lines, shared=True)
@@ -109,63 +108,6 @@ def _stdin_lines() -> list[str]:
     return texts
 
 
-def evaluate(args: list[str]) -> None:
-    """`transformer-jax evaluate`."""
-
-    @dataclass(frozen=True)
-    class Evaluate:
-        runs: Positional[tuple[Path, ...]]
-        """One run's folder or more."""
-        decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
-        source: Path | None = None
-        """A text file to translate, in place of a split of the run's corpus."""
-        reference: Path | None = None
-        """Its translation, line by line."""
-        split: Literal["test", "valid", "train"] = "test"
-        """Which split of the run's corpus."""
-        tokenize: str | None = None
-        """sacreBLEU's tokenisation; None: 13a, or none where the corpus is tokenised already."""
-        lowercase: bool = False
-        """Score without case."""
-        json: bool = False
-        """One JSON object a run, one a line, and nothing else on stdout."""
-        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
-
-    parsed = parse(
-        Evaluate,
-        "evaluate",
-        args,
-        default=Evaluate(MISSING, _decoding_of(args)),
-        description="BLEU and chrF with sacreBLEU's signatures, exact match, loss, perplexity and speed.",
-    )
-    if not parsed.runs:
-        usage_error("evaluate", "name a run")
-    if (parsed.source is None) != (parsed.reference is None):
-        usage_error("evaluate", "--source and --reference go together")
-    join_processes(parsed.cluster)
-    from transformer_jax import commands
-    from transformer_jax.data.pairs import Pairs
-    from transformer_jax.data.text_files import read_lines
-
-    pairs = None
-    if parsed.source is not None:
-        pairs = Pairs(
-            read_lines(parsed.source), read_lines(parsed.reference), f"{parsed.source} and {parsed.reference}"
-        )
-    given = _given(parsed.decoding, args)
-    for run in parsed.runs:
-        result = commands.evaluate(
-            run, pairs, parsed.split, tokenize=parsed.tokenize, lowercase=parsed.lowercase, **given
-        )
-        if not is_first():
-            continue
-        if parsed.json:
-            print(to_json(result), flush=True)
-        else:
-            print(f"{result['run']}, checkpoint {result['checkpoint']}")
-            commands.say_result(result, print)
-
-
 def join_processes(cluster: Cluster) -> bool:
     """`distributed.join`. Returns whether there are several."""
     if not join(cluster):
@@ -178,30 +120,7 @@ def join_processes(cluster: Cluster) -> bool:
     return True
 
 
-def average(args: list[str]) -> None:
-    """`transformer-jax average`."""
-
-    @dataclass(frozen=True)
-    class Average:
-        run: Positional[Path]
-        """The run's folder."""
-        last: int = 5
-        """How many of its last checkpoints."""
-
-    parsed = parse(
-        Average,
-        "average",
-        args,
-        default=None,
-        description="Averages the parameters of the last checkpoints (paper section 6.1), for --checkpoint average.",
-    )
-    from transformer_jax import commands
-
-    steps = commands.average(parsed.run, parsed.last)
-    print(f"{RunFolder(parsed.run).average}: the average of the steps {', '.join(map(str, steps))}")
-
-
-def _decoding_of(args: Sequence[str]) -> DecodingConfig:
+def decoding_of(args: Sequence[str]) -> DecodingConfig:
     """The decoding section of the first run named in the arguments, so that --help shows the run's own defaults."""
     for given in args:
         if not given.startswith("-") and RunFolder(Path(given)).config_file.is_file():
@@ -209,7 +128,7 @@ def _decoding_of(args: Sequence[str]) -> DecodingConfig:
     return DecodingConfig()
 
 
-def _given(decoding: DecodingConfig, args: Sequence[str]) -> dict[str, Any]:
+def given_fields(decoding: DecodingConfig, args: Sequence[str]) -> dict[str, Any]:
     """The fields that have a flag in the arguments: each run keeps its own values of the others."""
     flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
     return {name: value for name, value in dataclasses.asdict(decoding).items() if name in flags}

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -40,6 +41,7 @@ class Report:
     tokens_per_second: float
     """Target tokens generated, EOS counted, in a second of translating, compilation included."""
     translations: list[str]
+    references: list[str]
 
 
 _MAX_TOKENS = 8192  # of a pair's side, and of a batch: attention needs memory with the square of a length
@@ -106,6 +108,9 @@ def evaluate_pairs(
     seconds = time.monotonic() - start
     translations = [hypothesis.text for hypothesis in hypotheses]
     references = reference_texts(pairs, tokenizers)
+    nothing = sum(bool(source.strip()) and not text for source, text in zip(pairs.source, translations, strict=True))
+    if nothing:
+        warnings.warn(f"{nothing} of {len(pairs)} sentences were translated into nothing at all", stacklevel=2)
     return Report(
         scores=score_corpus(translations, references, tokenize, lowercase),
         loss=loss,
@@ -113,7 +118,34 @@ def evaluate_pairs(
         sentences_per_second=len(translations) / seconds,
         tokens_per_second=sum(hypothesis.num_tokens for hypothesis in hypotheses) / seconds,
         translations=translations,
+        references=references,
     )
+
+
+def check_direction(translator: Translator, pairs: Pairs, most: int = 100) -> None:
+    """Warns if the run finds the pairs likelier the other way round: then the two files were probably swapped.
+
+    Args:
+        translator: the run.
+        pairs: sources and references.
+        most: of them, from the first on.
+    """
+    config, tokenizers = translator.config, translator.tokenizers
+    sides = list(pairs.source)[:most], list(pairs.target)[:most]
+    losses, unknown = [], []
+    for source, target in (sides, sides[::-1]):
+        encoded = encode_pairs(Pairs(source, target, pairs.origin), tokenizers, config.model)
+        _check_lengths(encoded, pairs, config.model)
+        model, limit = Transformer(config.model), max_logits(config.training)
+        loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
+        losses.append(loss)
+        unknown.append(int((encoded.target_ids == tokenizers.target.unk_id).sum()))
+    # Of a trained run it is several times as much. A vocabulary that does not know the words makes any of them likely.
+    if losses[1] < 0.8 * losses[0] and unknown[1] <= unknown[0]:
+        warnings.warn(
+            f"{pairs.origin}: the run finds the sentences likelier the other way round; is the source the reference?",
+            stacklevel=2,
+        )
 
 
 class Validation:

@@ -1,11 +1,13 @@
 """Checkpoint averaging (paper section 6.1: the last 5 for base, the last 20 for big)."""
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.run.checkpoint import checkpoint_steps, load_params, save_params
+from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint, save_params, written_at
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
 
@@ -20,16 +22,30 @@ def average_params(trees: list[Params]) -> Params:
     return jax.tree.map(mean, *trees)
 
 
-def average_checkpoints(run: RunFolder, config: ModelConfig, last: int) -> list[int]:
-    """Averages the last so many checkpoints of a run into `average/`; returns their steps.
+def choose_steps(run: RunFolder, *, last: int | None = None, minutes: float | None = None) -> list[int]:
+    """The steps of the last checkpoints: so many, or those of a time before the last one.
 
     Raises:
-        UserError: there are fewer.
+        UserError: there are fewer, or none.
     """
     steps = checkpoint_steps(run)
-    if not 1 <= last <= len(steps):
+    if minutes is not None:
+        if not (steps and minutes >= 0):
+            raise UserError(f"{run.path} has the checkpoints {steps}; of {minutes} minutes none can be averaged")
+        written = {step: written_at(run, step) for step in steps}
+        return [step for step in steps if written[steps[-1]] - written[step] <= 60 * minutes]
+    if last is None or not 1 <= last <= len(steps):
         raise UserError(f"{run.path} has {len(steps)} checkpoints {steps}; the last {last} cannot be averaged")
-    chosen = steps[-last:]
-    trees = [load_params(run.checkpoints / str(step), config) for step in chosen]
+    return steps[-last:]
+
+
+def average_checkpoints(run: RunFolder, config: ModelConfig, steps: Sequence[int]) -> list[int]:
+    """Averages the checkpoints of these steps into `average/`; returns the steps, ascending.
+
+    Raises:
+        UserError: there is no such checkpoint.
+    """
+    chosen = sorted(set(steps))
+    trees = [load_params(resolve_checkpoint(run, str(step)), config) for step in chosen]
     save_params(run.average, average_params(trees))
     return chosen

@@ -142,6 +142,15 @@ def checkpoint_steps(run: RunFolder) -> list[int]:
     return sorted(int(path.name) for path in folders if is_old or has_manifest(path))
 
 
+def written_at(run: RunFolder, step: int) -> float:
+    """When a checkpoint was written: seconds since 1970, as Orbax noted it."""
+    file = run.checkpoints / str(step) / "_CHECKPOINT_METADATA"
+    try:
+        return float(json.loads(file.read_text(encoding="utf-8"))["commit_timestamp_nsecs"]) / 1e9
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{file}: does not say when the checkpoint was written: {first_line(error)}") from error
+
+
 def resolve_checkpoint(run: RunFolder, which: str, best_by: str = "valid_loss") -> Path:
     """The folder of the checkpoint named `last`, `best`, `average` or by its step.
 

@@ -1,0 +1,107 @@
+"""The commands that score and choose: evaluate, average."""
+
+import json
+import re
+import shutil
+
+import pytest
+from command_line import plain
+from test_commands import tiny_run
+
+from transformer_jax import score_commands
+from transformer_jax.decoding.translator import Translator
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+def test_evaluate_reads_files_and_says_one_object_a_run(cli, tiny, tmp_path):
+    run = tiny.copy(tmp_path / "other")
+    files = ["--source", tiny.corpus / "test.en", "--reference", tiny.corpus / "test.de"]
+    done = cli("evaluate", tiny.run, run, *files, "--json")
+    assert (done.status, done.err) == (0, "")
+    results = [json.loads(line) for line in done.out.splitlines()]
+    assert [result["run"] for result in results] == [str(tiny.run), str(run)]
+    written = json.loads((tiny.run / "result.json").read_text())
+    for result in results:
+        assert {name: result[name] for name in ("bleu", "chrf", "exact_match")} == {
+            name: written[name] for name in ("bleu", "chrf", "exact_match")
+        }
+        assert {"loss", "perplexity", "sentences_per_second", "bleu_signature", "chrf_signature"} <= result.keys()
+
+
+def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkeypatch, tiny, tmp_path):
+    seen, load = [], Translator.load
+    monkeypatch.setattr(Translator, "load", lambda run, **asked: (seen.append((run, asked)), load(run, **asked))[1])
+    other = tiny.copy(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    config["decoding"]["beam_size"] = 1
+    (other / "config.json").write_text(json.dumps(config))
+    # 3 is what the first run has anyway.
+    options = ["--split", "valid", "--lowercase", "--tokenize", "intl", "--bootstrap", "20"]
+    done = cli("evaluate", "--max-extra", "3", tiny.run, other, *options)
+    assert (done.status, done.err) == (0, "")
+    assert seen == [(tiny.run, {"max_extra": 3}), (other, {"max_extra": 3})]
+    lines = done.out.splitlines()
+    first, second = lines[:13], lines[13:]
+    assert (first[0], second[0]) == (f"{tiny.run}, checkpoint last", f"{other}, checkpoint last")
+    assert re.fullmatch(r"BLEU [\d.]+ \(95 %: [\d.]+ ± [\d.]+\)  \(nrefs:1\|case:lc\|eff:no\|tok:intl\|.*", first[1])
+    names = [line.split("  ")[-2] for line in first[2:9]]
+    assert names[:4:2] == ["sacreBLEU 13a", "sacreBLEU intl"]
+    assert names[-1].startswith("paper: Moses tokens (sacremoses")
+    assert first[-1].startswith("exact match ")
+    differences = second[13:]
+    assert [line.split(": ")[1].split()[0] for line in differences] == ["BLEU", "chrF2"]
+    assert all(re.search(r" [+-][\d.]+, p = [\d.]+  \(nrefs:1\|bs:20\|seed:12345\|", line) for line in differences)
+
+
+def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):
+    done = cli("evaluate", tiny.run, "--max-extra", "2", "--sweep", "beam-size=1,2", "alpha=0,0.6", "--json")
+    assert (done.status, done.err) == (0, "")
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [row["setting"] for row in rows] == [
+        {"beam_size": k, "alpha": alpha} for k in (1, 2) for alpha in (0.0, 0.6)
+    ]
+    alone = score_commands.evaluate(tiny.run, split="valid", max_extra=2, beam_size=2, alpha=0.6)
+    for name in ("bleu", "chrf", "num_sentences"):
+        assert rows[-1][name] == alone[name]
+    said = cli("evaluate", tiny.run, "--max-extra", "2", "--sweep", "beam-size=2,1").out.splitlines()
+    assert said[0].startswith(f"{tiny.run}, {tiny.corpus}")
+    best = max((2, 1), key=lambda k: next(row["bleu"] for row in rows if row["setting"]["beam_size"] == k))
+    assert said[-1] == f"best: --beam-size {best}"
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        (["--source", "test.en"], 2, "--source and --reference go together"),
+        (["--split", "dev"], 2, "invalid choice 'dev'"),
+        (["--source", "test.en", "--reference", "valid.de"], 1, "12 source sentences and 8 target sentences"),
+        (["--source", "test.en", "--reference", "none.de"], 1, "none.de: cannot be read: No such file or directory"),
+        (["--tokenize", "moses"], 1, "tokenize is 'moses'; legal: "),
+        (["--sweep", "beam=1"], 1, "sweep has 'beam=1'; it must be FIELD=VALUE,VALUE..."),
+        (["--sweep", "beam-size=1,x"], 1, "sweep has 'beam-size=1,x'; every value must be like 4"),
+        (["--sweep", "beam-size=1,0"], 1, "decoding.beam_size is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_flags_of_evaluate(cli, tiny, monkeypatch, args, status, message):
+    monkeypatch.chdir(tiny.corpus)
+    done = cli("evaluate", tiny.run, *args)
+    assert (done.status, done.out) == (status, "")
+    assert message in plain(done.err)
+
+
+def test_average_then_translate_with_it(cli, tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    done = cli("average", "--last", "2", run)
+    assert done == (0, f"{run / 'average'}: the average of the steps 2, 4\n", "")
+    assert cli("translate", run, "--checkpoint", "average", "--max-extra", "1", stdin=b"the dog\n").status == 0
+    assert cli("average", run, "--steps", "4", "2").out == done.out
+    assert cli("average", run, "--minutes", "0").out == f"{run / 'average'}: the average of the steps 4\n"
+    assert cli("average", run, "--minutes", "1", "--last", "2").status == 2
+    shutil.rmtree(run / "checkpoints" / "2")
+    done = cli("average", run, "--last", "2")
+    assert done.status == 1
+    assert done.err == f"error: {run} has 1 checkpoints [4]; the last 2 cannot be averaged\n"

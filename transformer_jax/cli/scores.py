@@ -1,0 +1,138 @@
+"""Parsers of the commands that score and choose: evaluate, average."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
+from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
+from transformer_jax.config import DecodingConfig
+from transformer_jax.distributed import Cluster, is_first
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.strict_json import to_json
+
+
+def evaluate(args: list[str]) -> None:
+    """`transformer-jax evaluate`."""
+
+    @dataclass(frozen=True)
+    class Evaluate:
+        runs: Positional[tuple[Path, ...]]
+        """One run's folder or more."""
+        decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
+        source: Path | None = None
+        """A text file to translate, in place of a split of the run's corpus."""
+        reference: Path | None = None
+        """Its translation, line by line."""
+        split: Literal["test", "valid", "train"] | None = None
+        """Which split of the run's corpus; None: test, and valid for a sweep."""
+        tokenize: str | None = None
+        """sacreBLEU's tokenisation of the first figure; None: 13a, or none where the corpus is tokenised already."""
+        lowercase: bool = False
+        """The first figure without case."""
+        bootstrap: int = 1000
+        """Samples of the sentences for intervals and significance; 0: none."""
+        sweep: tuple[str, ...] = ()
+        """FIELD=VALUE,VALUE... and more of them, in place of a report: the scores under each combination of these
+        decoding settings, on the validation split."""
+        json: bool = False
+        """One JSON object a run, one a line, and nothing else on stdout."""
+        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
+
+    parsed = parse(
+        Evaluate,
+        "evaluate",
+        args,
+        default=Evaluate(MISSING, decoding_of(args)),
+        description="The usual variants of BLEU and chrF with sacreBLEU's signatures, exact match, loss, perplexity "
+        "and speed. Of several runs all but the first are compared with it, by the paired bootstrap test.",
+    )
+    if not parsed.runs:
+        usage_error("evaluate", "name a run")
+    if (parsed.source is None) != (parsed.reference is None):
+        usage_error("evaluate", "--source and --reference go together")
+    join_processes(parsed.cluster)
+    from transformer_jax import score_commands
+    from transformer_jax.data.pairs import Pairs
+    from transformer_jax.data.text_files import read_lines
+    from transformer_jax.evaluation.report import say_difference, say_result
+
+    pairs = None
+    if parsed.source is not None:
+        pairs = Pairs(
+            read_lines(parsed.source), read_lines(parsed.reference), f"{parsed.source} and {parsed.reference}"
+        )
+    given, options = given_fields(parsed.decoding, args), {"tokenize": parsed.tokenize, "lowercase": parsed.lowercase}
+    if parsed.sweep:
+        for run in parsed.runs:
+            results = score_commands.sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
+            _print_sweep(list(results) if parsed.json else results, parsed.json)
+        return
+    results = score_commands.evaluate_runs(
+        parsed.runs, pairs, parsed.split or "test", num_samples=parsed.bootstrap, **options, **given
+    )
+    first = None
+    for result in results:
+        if not is_first():
+            continue
+        if parsed.json:
+            print(to_json(result), flush=True)
+            continue
+        print(f"{result['run']}, checkpoint {result['checkpoint']}")
+        say_result(result, print)
+        if first is not None and parsed.bootstrap:
+            say_difference(result, first, print)
+        first = first or result
+
+
+def _print_sweep(results: Iterable[dict[str, Any]], as_json: bool) -> None:
+    best: dict[str, Any] = {}
+    for result in results:
+        if not is_first():
+            continue
+        if as_json:
+            print(to_json(result), flush=True)
+            continue
+        if not best:
+            print(f"{result['run']}, {result['split']}  ({result['bleu_signature']})")
+        line = f"BLEU {result['bleu']:6.2f}  chrF {result['chrf']:6.2f}  " + _setting(result["setting"])
+        print(line, flush=True)
+        if not best or result["bleu"] > best["bleu"]:
+            best = result
+    if best:
+        print(f"best: {_setting(best['setting'])}")
+
+
+def _setting(setting: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setting.items())
+
+
+def average(args: list[str]) -> None:
+    """`transformer-jax average`."""
+
+    @dataclass(frozen=True)
+    class Average:
+        run: Positional[Path]
+        """The run's folder."""
+        last: int | None = None
+        """How many of its last checkpoints; None, and nothing else given: 5."""
+        minutes: float | None = None
+        """Those of so many minutes before the last one, as the paper's were written every 10."""
+        steps: tuple[int, ...] = ()
+        """Those of these steps."""
+
+    parsed = parse(
+        Average,
+        "average",
+        args,
+        default=None,
+        description="Averages parameters of checkpoints (paper section 6.1), for --checkpoint average.",
+    )
+    if sum((parsed.last is not None, parsed.minutes is not None, bool(parsed.steps))) > 1:
+        usage_error("average", "--last, --minutes and --steps exclude each other")
+    from transformer_jax import score_commands
+
+    last = 5 if parsed.minutes is None and not parsed.steps and parsed.last is None else parsed.last
+    steps = score_commands.average(parsed.run, last, minutes=parsed.minutes, steps=parsed.steps)
+    print(f"{RunFolder(parsed.run).average}: the average of the steps {', '.join(map(str, steps))}")

@@ -1,0 +1,129 @@
+"""What the commands that score runs and choose among checkpoints do, as functions: `evaluate`, `average`."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.config import Config
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.distributed import is_first
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation.evaluate import Report, check_direction, evaluate_pairs
+from transformer_jax.evaluation.report import compared, result_of
+from transformer_jax.evaluation.scores import tokenization_of
+from transformer_jax.evaluation.sweep import parse_grid
+from transformer_jax.evaluation.sweep import sweep as try_settings
+from transformer_jax.evaluation.variants import bleu_variants
+from transformer_jax.run.averaging import average_checkpoints, choose_steps
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.run.lock import locked
+
+
+def evaluate(run: str | Path, pairs: Pairs | None = None, split: str = "test", **options: Any) -> dict[str, Any]:
+    """Scores one run: the result that `evaluate_runs` gives for it, under the same options."""
+    return next(evaluate_runs([run], pairs, split, **options))
+
+
+def evaluate_runs(
+    runs: Sequence[str | Path],
+    pairs: Pairs | None = None,
+    split: str = "test",
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    num_samples: int = 1000,
+    **decoding: Any,
+) -> Iterator[dict[str, Any]]:
+    """Scores runs on given pairs, or on a split of their own corpora.
+
+    Keyword arguments after `num_samples` replace fields of the runs' `decoding` sections.
+
+    Args:
+        runs: their folders.
+        pairs: sources and references; None: the split.
+        split: of each run's corpus.
+        tokenize: sacreBLEU's tokenisation of the main figure; None: as `tokenization_of` says.
+        lowercase: the main figure without case.
+        num_samples: of the bootstrap; 0: no intervals.
+
+    Yields:
+        A result for each run; where it was scored on the same references as the first, with the significance of the
+        difference.
+
+    Raises:
+        UserError: no such run, checkpoint or split.
+    """
+    first: Report | None = None
+    for run in runs:
+        translator = Translator.load(run, **decoding)
+        config = translator.config
+        if pairs is not None:
+            check_direction(translator, pairs)
+        report = evaluate_pairs(
+            translator, pairs or split_of(config, split, run), tokenize=tokenize, lowercase=lowercase
+        )
+        result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
+        if is_first():
+            is_tokenized, language = config.tokenizer.kind == "presegmented", config.data.target_language
+            sides = report.translations, report.references
+            variants = bleu_variants(*sides, language=language, is_tokenized=is_tokenized)
+            result["variants"] = [dataclasses.asdict(variant) for variant in variants]
+            kind = tokenize or tokenization_of(config)
+            result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
+        first = first or report
+        yield result
+
+
+def sweep(
+    run: str | Path, settings: Sequence[str], pairs: Pairs | None = None, split: str = "valid", **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Scores a run under each combination of decoding settings, each `FIELD=VALUE,VALUE...`; the rest as `evaluate`.
+
+    Raises:
+        UserError: no such run, split, field or value.
+    """
+    grid = parse_grid(settings)
+    pairs = pairs or split_of(RunFolder(Path(run)).load_config(), split, run)
+    for setting, scores in try_settings(run, pairs, grid, **options):
+        yield {"run": str(run), "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
+
+
+def split_of(config: Config, split: str, run: str | Path) -> Pairs:
+    """A split of a run's corpus.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if split not in ("train", "valid", "test"):
+        raise UserError(f"split is {split!r}; legal: train, valid, test")
+    pairs = read_split(config.data, split)  # type: ignore[arg-type]
+    if pairs is None:
+        raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
+    return pairs
+
+
+def average(
+    run: str | Path, last: int | None = None, *, minutes: float | None = None, steps: Sequence[int] = ()
+) -> list[int]:
+    """Averages checkpoints of a run into its `average/`, which `--checkpoint average` then means.
+
+    Args:
+        run: its folder.
+        last: so many of the last ones.
+        minutes: those written in so many minutes before the last one, and the last one.
+        steps: those of these steps.
+
+    Returns:
+        Their steps.
+
+    Raises:
+        UserError: there are no such checkpoints.
+    """
+    folder = RunFolder(Path(run))
+    config = folder.load_config()
+    with locked(folder):
+        chosen = steps or choose_steps(folder, last=last, minutes=minutes)
+        return average_checkpoints(folder, config.model, chosen)
