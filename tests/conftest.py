@@ -4,6 +4,7 @@ which inherit this environment and read this file again."""
 import functools
 import gc
 import importlib
+import importlib.metadata
 import os
 import sys
 import tempfile
@@ -16,7 +17,10 @@ assert "jax" not in sys.modules, "jax was imported before conftest.py: it would 
 
 # Eight devices on any machine, so that sharding is tested everywhere; and code that is compiled fast rather than fast
 # code: most of the tests' time is compilation.
-for _flag in ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"):
+_flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+    _flags.append("--xla_cpu_use_fusion_emitters=false")
+for _flag in _flags:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -184,7 +184,6 @@ def start_job(workdir, count, config):
     ]
 
 
-@pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of_them(corpus, tmp_path):
     """With two processes, of which the second is killed; with four, of which the first is; with one."""
     run, done = tmp_path / "run", 0

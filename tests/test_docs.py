@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```bash" in page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_bash_blocks_run(page, tmp_path):
     shutil.copy(ROOT / "train.py", tmp_path)

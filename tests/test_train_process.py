@@ -42,7 +42,7 @@ def finish(process: subprocess.Popen) -> str:
     return out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(tmp_path, number):
     process = start(tmp_path / "run", 1, 100_000)
     metrics = tmp_path / "run" / "metrics.jsonl"

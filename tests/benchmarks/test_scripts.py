@@ -24,7 +24,6 @@ def lines_of(text):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
 def test_all_gpu_figures_at_a_tiny_scale(tmp_path, optional_package):
     for name in ("torch", "ctranslate2"):
         optional_package(name)

@@ -24,7 +24,6 @@ def command(*args):
     return cli.main([*map(str, args), "--no-malloc-tuning"])
 
 
-@pytest.mark.slow
 def test_marian_is_imported_fine_tuned_and_exported(optional_package, tmp_path):
     transformers = optional_package("transformers")
     optional_package("sentencepiece")

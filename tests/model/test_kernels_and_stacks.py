@@ -150,7 +150,6 @@ def test_the_loop_is_one_in_the_program_and_its_maps_can_still_be_seen():
     np.testing.assert_array_equal(maps["decoder/layer_2/cross_attention"], expected["decoder/layer_2/cross_attention"])
 
 
-@pytest.mark.slow
 def test_remat_keeps_less():
     """In the loop over layers: without it XLA's CPU backend computes all layers again before it needs the first."""
     config = ModelConfig(vocab_size=50, d_model=32, num_layers=6, num_heads=2, d_ff=256)
