@@ -161,6 +161,9 @@ def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: b
             "saved; the same command goes on from there"
         )
         return outcome
+    if outcome.lost_patience:
+        patience, best_by = config.training.patience, config.training.best_by
+        say(f"ended after step {outcome.step}: {patience} validations in a row found no better {best_by}")
     _test(config, run, test, say)
     return outcome
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformer_jax.config_json import check_numbers, from_tree
@@ -388,6 +387,11 @@ class TrainingConfig:
     """Checkpoints of steps that are a multiple of this are kept too; 0: none."""
     best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
     """The figure that decides which checkpoint is the best."""
+    patience: int = 0
+    """After so many validations in a row without a better best_by the training ends; 0: never before num_steps."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the parameters, which then is what validations, the test, translations
+    and averages use; 0: none."""
     average_last: int = 0
     """After the last step, average so many of the last checkpoints (paper section 6.1: 5) into the checkpoint
     'average'; 0: none."""
@@ -398,11 +402,11 @@ class TrainingConfig:
             *("keep_checkpoints", "mesh_fsdp", "mesh_tensor", "logits_megabytes"),
         ):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("valid_sentences", "num_samples", "average_last", "seed", "keep_every"):
+        for name in ("valid_sentences", "num_samples", "average_last", "seed", "keep_every", "patience"):
             _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; it must not be negative")
         for name in ("learning_rate_scale", "peak_learning_rate", "adam_epsilon", "checkpoint_seconds"):
             _require(getattr(self, name) > 0, f"training.{name} is {getattr(self, name)}; it must be more than 0")
-        for name in ("adam_beta1", "adam_beta2", "label_smoothing"):
+        for name in ("adam_beta1", "adam_beta2", "label_smoothing", "ema_decay"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"training.{name} is {value}; it must be at least 0 and below 1")
         _require(self.clip_norm is None or self.clip_norm > 0, f"training.clip_norm is {self.clip_norm}; more than 0")
@@ -491,6 +495,10 @@ class Config:
             f"{self.model.vocab_size} but for model.eos_id {self.model.eos_id}",
         )
         _require(
+            self.training.patience == 0 or bool(self.data.valid),
+            f"training.patience is {self.training.patience} and data.valid {self.data.valid!r}: it counts validations",
+        )
+        _require(
             self.decoding.checkpoint != "best" or bool(self.data.valid),
             f"decoding.checkpoint is 'best' and data.valid {self.data.valid!r}: without validation there is no best",
         )
@@ -524,15 +532,6 @@ class Config:
             for section in dataclasses.fields(Config)  # a subclass may have more
             for item in dataclasses.fields(getattr(self, section.name))
         }
-
-
-def load_config(path: Path) -> Config:
-    """Reads a `config.json`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    return Config.from_json(text, str(path))
 
 
 def _require(condition: bool, message: str) -> None:

@@ -13,7 +13,6 @@ from transformer_jax.config import (
     ModelConfig,
     TokenizerConfig,
     TrainingConfig,
-    load_config,
 )
 from transformer_jax.errors import UserError
 
@@ -93,3 +92,12 @@ def _callable_without_arguments(function: Callable[..., Any]) -> bool:
     except TypeError:
         return False
     return True
+
+
+def load_config(path: Path) -> Config:
+    """Reads a `config.json`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    return Config.from_json(text, str(path))

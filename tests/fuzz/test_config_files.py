@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_jax import cli, commands, score_commands
-from transformer_jax.config import Config, load_config
+from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.report import say_result
-from transformer_jax.recipes import numbers_config
+from transformer_jax.recipes import load_config, numbers_config
 from transformer_jax.strict_json import to_json
 
 TREE = json.loads(numbers_config().to_json())

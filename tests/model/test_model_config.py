@@ -6,8 +6,9 @@ import json
 import pytest
 from model_cases import CONFIGS
 
-from transformer_jax.config import Config, ModelConfig, StackSize, load_config
+from transformer_jax.config import Config, ModelConfig, StackSize
 from transformer_jax.errors import UserError
+from transformer_jax.recipes import load_config
 
 # A change that is refused, and what the message names: every field that takes part, with its value.
 REFUSED = [

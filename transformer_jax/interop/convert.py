@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from transformer_jax.config import Config, ModelConfig, load_config
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.errors import UserError, first_line
 from transformer_jax.interop.annotated_format import params_from_annotated
@@ -26,7 +26,7 @@ from transformer_jax.interop.tensor_files import read_tensors, save_torch, write
 from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.run.checkpoint import load_params, resolve_checkpoint, save_params
-from transformer_jax.run.folder import RunFolder, write_atomically
+from transformer_jax.run.folder import RunFolder, load_config, write_atomically
 from transformer_jax.types import Params
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]

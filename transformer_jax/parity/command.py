@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from transformer_jax.config import Config, load_config
+from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.fairseq_format import read_fairseq
@@ -12,7 +12,7 @@ from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_torch
 from transformer_jax.parity.compare import ParityReport, compare_models, random_params
-from transformer_jax.recipes import load_recipe
+from transformer_jax.recipes import load_config, load_recipe
 from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params

@@ -38,7 +38,7 @@ class Checkpoints:
                 checkpoint_managers.LatestN(keep),
                 *([checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []),
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: _goodness(metrics, best_by),
+                    get_metric_fn=lambda metrics: goodness(metrics, best_by),
                     n=1,
                     keep_checkpoints_without_metrics=False,
                 ),
@@ -46,7 +46,7 @@ class Checkpoints:
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
-            best_fn=lambda metrics: _goodness(metrics, best_by),  # without it metrics are not written
+            best_fn=lambda metrics: goodness(metrics, best_by),  # without it metrics are not written
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
@@ -126,7 +126,8 @@ def _size(state: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20
 
 
-def _goodness(metrics: Any, best_by: str) -> float:
+def goodness(metrics: Any, best_by: str) -> float:
+    """The figure `training.best_by`, turned so that more is better; -inf where there is none."""
     value = metrics.get(best_by)
     if value is None or math.isnan(value):
         return float("-inf")
@@ -187,13 +188,14 @@ def _best_step(run: RunFolder, steps: list[int], best_by: str) -> int:
 
 def _stored_goodness(file: Path, best_by: str) -> float:
     try:
-        return float(_goodness(json.loads(file.read_text(encoding="utf-8")), best_by))
+        return float(goodness(json.loads(file.read_text(encoding="utf-8")), best_by))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{file}: not the figures of a checkpoint: {first_line(error)}") from error
 
 
 def load_params(checkpoint: Path, config: ModelConfig) -> Params:
-    """The parameters alone of a checkpoint's folder, as arrays on the default device.
+    """The parameters alone of a checkpoint's folder, as arrays on the default device: their moving average where the
+    run keeps one.
 
     Raises:
         UserError: they are not those of the model that the run's configuration describes, or the files are damaged.
@@ -201,21 +203,22 @@ def load_params(checkpoint: Path, config: ModelConfig) -> Params:
     if has_manifest(checkpoint):  # in a run that demands it, what has none is no checkpoint
         verify(checkpoint)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = {
-        "params": jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(config)
-        )
-    }
+    expected = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(config)
+    )
     folder = (checkpoint / "state").absolute()
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             # Asked first, because a restore into other shapes fails late and in many words.
             stored = checkpointer.metadata(folder).item_metadata.tree
-            _check_shapes(stored["params"], target["params"], checkpoint)
+            averages = "ema" in stored.get("opt_state", ())  # `training.optimizer.WithAverage`
+            _check_shapes(stored["opt_state"]["ema"] if averages else stored["params"], expected, checkpoint)
+            target = {"opt_state": {"ema": expected}} if averages else {"params": expected}
             args = ocp.args.PyTreeRestore(
                 target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
             )
-            return checkpointer.restore(folder, args=args)["params"]
+            restored = checkpointer.restore(folder, args=args)
+            return restored["opt_state"]["ema"] if averages else restored["params"]
     except UserError:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways

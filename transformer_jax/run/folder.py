@@ -22,15 +22,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_jax.config import Config, load_config
+from transformer_jax.config import Config
 from transformer_jax.errors import UserError
+from transformer_jax.recipes import load_config
 
 # What may differ when a run is resumed: it changes no step that was taken already.
 MAY_CHANGE = frozenset(
     f"training.{name}"
     for name in (
         *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
-        *("checkpoint_seconds", "keep_checkpoints", "keep_every", "best_by", "average_last", "accumulate"),
+        *("checkpoint_seconds", "keep_checkpoints", "keep_every", "best_by", "patience", "average_last", "accumulate"),
         *("mesh_data", "mesh_fsdp", "mesh_tensor", "logits_megabytes", "dropout_generator", "on_divergence"),
     )
 ) | {"data.prefetch", "data.valid", "data.test", "model.attention_kernel", "model.remat", "model.scan_layers"}

@@ -16,14 +16,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from transformer_jax.config import Config, TrainingConfig
-from transformer_jax.distributed import Asked, Requests, gather, is_first
+from transformer_jax.distributed import Asked, Requests, from_first, gather, is_first
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.checkpoint import Checkpoints
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.divergence import Divergence, Sentences
 from transformer_jax.training.metrics import MetricsWriter, Progress
-from transformer_jax.training.optimizer import make_optimizer, make_schedule
+from transformer_jax.training.optimizer import make_optimizer, make_schedule, params_to_use, updates_done
+from transformer_jax.training.patience import Patience, validations_of
 from transformer_jax.training.profiling import Profile
 from transformer_jax.training.sharding import (
     batch_sharding,
@@ -57,6 +58,8 @@ class Outcome:
     step: int
     interrupted_by: str | None = None
     """The name of the signal that ended it, if one did, in whichever process."""
+    lost_patience: bool = False
+    """Whether it ended because validations got no better."""
 
 
 def fit(
@@ -119,7 +122,7 @@ def fit(
             proceed=proceed,
             before_use=partial(gather_over_fsdp, mesh=mesh),
         )
-        rate = schedule(state.opt_state[-1].count)
+        rate = schedule(updates_done(state.opt_state))
         return new_state, (metrics, rate), None if all_asked is None else all_asked.max(axis=0)
 
     jitted_step = jax.jit(
@@ -134,6 +137,8 @@ def fit(
     # parameters of that step are still there to be looked into. The device hands this on; nobody waits for it.
     proceed = jax.device_put(np.bool_(True), replicated(mesh))
     writer = MetricsWriter(run, step, is_first())
+    earlier = from_first(validations_of(run, training.best_by) if is_first() else [])
+    patience = Patience(training.patience, training.best_by, earlier)
     with (
         Progress(step, training.num_steps, is_first()) as progress,
         _Signals() as signals,
@@ -162,7 +167,7 @@ def fit(
         def ask() -> Asked:
             return Asked(signals.received, time.monotonic() - last_save_time >= training.checkpoint_seconds)
 
-        while step < training.num_steps and not (asked := requests.hear(ask())).signal:
+        while step < training.num_steps and not patience.is_lost() and not (asked := requests.hear(ask())).signal:
             tracing.before(step + 1)
             batch = put_batch(next(batches), mesh)
             state, reported, carried = compiled_step(state, batch, (rng, proceed, requests.put(ask())))
@@ -186,12 +191,13 @@ def fit(
                 watch.check_all()
                 with watch.paused():
                     try:
-                        evaluation = evaluate(state.params, step)
+                        evaluation = evaluate(params_to_use(state), step)
                     except BaseException:
                         if jax.process_count() == 1:  # the others may not have come to this
                             checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
                         raise
                     figures = evaluation.metrics
+                    patience.add(figures)
                     if figures:
                         writer.write(step, figures)
                         writer.write_samples(step, evaluation.samples)
@@ -207,7 +213,7 @@ def fit(
         if last_saved != step:
             checkpoints.save(step, state)
         received = max(gather(signals.received))
-    return Outcome(state, step, signal.Signals(received).name if received else None)
+    return Outcome(state, step, signal.Signals(received).name if received else None, patience.is_lost())
 
 
 def max_logits(training: TrainingConfig, mesh: Mesh | None = None) -> int:

@@ -1,11 +1,16 @@
 """The learning rate and the optimiser (paper section 5.3)."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_jax.config import TrainingConfig
+from transformer_jax.training.state import TrainState
+from transformer_jax.types import Params
 
 
 def noam_schedule(d_model: int, warmup_steps: int = 4000, scale: float = 1.0) -> optax.Schedule:
@@ -53,11 +58,53 @@ def make_schedule(config: TrainingConfig, d_model: int) -> optax.Schedule:
     return make(config.peak_learning_rate, config.warmup_steps)
 
 
+class WithAverage(NamedTuple):
+    """The state of an optimiser that averages the parameters too."""
+
+    inner: optax.OptState
+    """Of the optimiser itself."""
+    ema: Params
+    """The average, in the parameters' dtypes."""
+
+
+def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """The same updates, with an exponential moving average of the parameters that they lead to.
+
+    After update t, from 1, average = d * average + (1 - d) * parameters, with d = min(decay, (1 + t) / (10 + t)): so
+    the random parameters of the start are soon forgotten.
+    """
+
+    def init(params: Params) -> WithAverage:
+        return WithAverage(optimizer.init(params), jax.tree.map(jnp.copy, params))
+
+    def update(updates: Params, state: WithAverage, params: Params) -> tuple[Params, WithAverage]:
+        updates, inner = optimizer.update(updates, state.inner, params)
+        done = jnp.asarray(updates_done(inner), jnp.float32)
+        d = jnp.minimum(decay, (1 + done) / (10 + done))
+        new = optax.apply_updates(params, updates)
+        ema = jax.tree.map(lambda e, p: (d * e + (1 - d) * p).astype(e.dtype), state.ema, new)
+        return updates, WithAverage(inner, ema)
+
+    return optax.GradientTransformation(init, update)
+
+
+def updates_done(state: optax.OptState) -> Array:
+    """How many updates an optimiser of `make_optimizer` has made: what its schedule goes by."""
+    return state.inner[-1].count if isinstance(state, WithAverage) else state[-1].count
+
+
+def params_to_use(state: TrainState) -> Params:
+    """The parameters that a run is judged by: their moving average where it keeps one."""
+    return state.opt_state.ema if isinstance(state.opt_state, WithAverage) else state.params
+
+
 def make_optimizer(config: TrainingConfig, d_model: int) -> optax.GradientTransformation:
-    """Adam with beta1 0.9, beta2 0.98, epsilon 1e-9 and the schedule; before it, where asked for, clipping."""
+    """Adam with beta1 0.9, beta2 0.98, epsilon 1e-9 and the schedule; before it, where asked for, clipping; around it,
+    where asked for, the average of the parameters."""
     clipping = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
-    return optax.chain(
+    optimizer = optax.chain(
         *clipping,
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         optax.scale_by_learning_rate(make_schedule(config, d_model)),
     )
+    return with_average(optimizer, config.ema_decay) if config.ema_decay else optimizer
