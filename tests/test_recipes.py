@@ -74,9 +74,9 @@ def test_the_shipped_recipes_name_theirs():
         load_recipe(str(CONFIGS / "multi30k_en_de.py") + ":nope")
 
 
-@pytest.mark.parametrize("name", ["raw", "bpe10k"])
+@pytest.mark.parametrize("name", ["en_de.py:raw", "en_de.py:bpe10k", "en_fr.py:bpe10k"])
 def test_multi30k_fits_its_vocabulary(data_folder, name):
-    config = load_recipe(f"{CONFIGS / 'multi30k_en_de.py'}:{name}")
+    config = load_recipe(f"{CONFIGS}/multi30k_{name}")
     folder = data_folder / "multi30k" / Path(config.data.directory).name
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, directory=str(folder)))
     train = read_split(config.data, "train")

@@ -222,9 +222,9 @@ class ModelConfig:
 class DataConfig:
     """Where sentence pairs come from and how they are put into batches (paper section 5.1)."""
 
-    source: Literal["numbers", "text", "tsv", "jsonl", "huggingface", "tfds"] = "numbers"
-    """numbers: spelled-out numbers, made here, needs no file. text: two parallel files a split. tsv, jsonl: one file a
-    split with a column for each side. huggingface, tfds: a dataset of those libraries, by name or from disk."""
+    source: Literal["numbers", "copy", "text", "tsv", "jsonl", "huggingface", "tfds"] = "numbers"
+    """numbers, copy: made here, no file: spelled-out numbers, symbols to repeat. text: two parallel files a split. tsv,
+    jsonl: one file a split, a column for each side. huggingface, tfds: a dataset of theirs, by name or from disk."""
     directory: str = ""
     """text, tsv, jsonl: the folder of the files. huggingface: a folder written by save_to_disk. tfds: its data_dir."""
     name: str = ""
@@ -247,11 +247,11 @@ class DataConfig:
     target_column: str = ""
     """The same for the target."""
     numbers_train: int = 40_000
-    """numbers: how many numbers below one million are trained on."""
+    """numbers, copy: how many numbers below one million, or rows of symbols, are trained on."""
     numbers_valid: int = 500
-    """numbers: how many others are for validation."""
+    """numbers, copy: how many others are for validation."""
     numbers_test: int = 2_000
-    """numbers: how many others are held out for the test."""
+    """numbers, copy: how many others are held out for the test."""
 
     max_length: int = 256
     """Training pairs with more tokens than this on a side (EOS counted) are left out, and counted in the log."""

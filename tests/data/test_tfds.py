@@ -1,6 +1,8 @@
 """A small data set of tensorflow-datasets, built offline, read by name and folder without TensorFlow."""
 
+import dataclasses
 import sys
+from pathlib import Path
 
 import pytest
 import tensorflow_datasets as tfds
@@ -8,19 +10,23 @@ import tensorflow_datasets as tfds
 from transformer_jax.config import DataConfig
 from transformer_jax.data.corpus import read_split
 from transformer_jax.errors import UserError
+from transformer_jax.recipes import load_recipe
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class ToyTranslate(tfds.core.GeneratorBasedBuilder):
-    """Five sentence pairs for training, two for validation."""
+    """Five sentence pairs for training, two for validation, three for the test; the features of wmt14_translate."""
 
     VERSION = tfds.core.Version("1.0.0")
 
     def _info(self):
-        features = tfds.features.FeaturesDict({"en": tfds.features.Text(), "de": tfds.features.Text()})
+        features = tfds.features.Translation(languages=("de", "en"))
         return tfds.core.DatasetInfo(builder=self, features=features)
 
     def _split_generators(self, download_manager):
-        return {"train": self._generate_examples(5), "validation": self._generate_examples(2)}
+        sizes = {"train": 5, "validation": 2, "test": 3}
+        return {split: self._generate_examples(size) for split, size in sizes.items()}
 
     def _generate_examples(self, count):
         for i in range(count):
@@ -49,8 +55,18 @@ def test_reads_both_sides_in_step(folder):
     assert "tensorflow" not in sys.modules
 
 
+@pytest.mark.parametrize("size", ["base", "big"])
+def test_the_recipe_of_wmt14_reads_the_splits_of_such_a_set(folder, size):
+    data = load_recipe(f"{CONFIGS / f'wmt14_en_de_{size}.py'}:tfds").data
+    data = dataclasses.replace(data, name="toy_translate", directory=folder)
+    pairs = [read_split(data, split) for split in ("train", "valid", "test")]
+    assert [len(split) for split in pairs] == [5, 2, 3]
+    assert pairs[2].source[0].startswith("hello")
+    assert pairs[2].target[0].startswith("grüß")
+
+
 def test_mistakes(folder):
-    with pytest.raises(UserError, match=r"split 'nope': cannot be read: .*splits there are: \['train', 'validation'\]"):
+    with pytest.raises(UserError, match=r"split 'nope': cannot be read: .*splits there are: \['test', 'train', 'val"):
         read(folder, train="nope")
     with pytest.raises(UserError, match=r"toy_translate \(train\): no feature 'fr' among \['de', 'en'\]"):
         read(folder, target_language="fr")

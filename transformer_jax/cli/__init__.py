@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformer_jax.cli import models, runs, scores
+from transformer_jax.cli import experiments, models, runs, scores
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.determinism import make_deterministic
@@ -29,6 +29,9 @@ commands:
   compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
   doctor [CONFIG|RUN]                                          what is ready here and what needs fixing
   params [CONFIG] [--flops]                                    count parameters and training cost
+  table3 ROW... [--scale N] [--section.field VALUE ...]        train rows of the paper's Table 3, print them beside it
+  parsing prepare --train FILE... --output DIR [...]           trees as sentence pairs, for configs/parsing_wsj.py
+  parsing score RUN [--split STEM]                             labelled bracketing F1 of a run's parses
 
 options:
   --traceback           show where an error comes from
@@ -48,6 +51,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "compare": models.compare,
     "doctor": models.doctor,
     "params": models.params,
+    "table3": experiments.table3,
+    "parsing": experiments.parsing,
 }
 
 
@@ -56,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if args is None else args)
     show_traceback = take_flag(given, "--traceback")
     # It speeds up training and slows down decoding.
-    if not take_flag(given, "--no-malloc-tuning") and given[:1] == ["train"]:
+    if not take_flag(given, "--no-malloc-tuning") and given[:1] in (["train"], ["table3"]):
         tune_malloc()
     if not take_flag(given, "--no-compilation-cache"):
         use_compilation_cache()

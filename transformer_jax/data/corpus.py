@@ -25,6 +25,10 @@ def read_split(config: DataConfig, split: Split) -> Pairs | None:
         from transformer_jax.data.numbers import numbers_corpus
 
         return numbers_corpus(config).get(split)
+    if config.source == "copy":
+        from transformer_jax.data.copying import copy_corpus
+
+        return copy_corpus(config).get(split)
     if config.source == "huggingface":
         from transformer_jax.data.huggingface import read_huggingface
 

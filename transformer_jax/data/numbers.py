@@ -33,21 +33,27 @@ def numbers_corpus(config: DataConfig) -> dict[Split, Pairs]:
             raise UserError(
                 f"data.{name} is {getattr(config, name)!r} and data.source 'numbers'; legal: {', '.join(_LANGUAGES)}"
             )
-    order = np.random.default_rng(_DRAW_SEED).permutation(LIMIT)
-    sizes: dict[Split, int] = {
-        "test": config.numbers_test,
-        "valid": config.numbers_valid,
-        "train": config.numbers_train,
-    }
     corpus: dict[Split, Pairs] = {}
+    for split, values in share_out(np.random.default_rng(_DRAW_SEED).permutation(LIMIT).tolist(), config).items():
+        source, target = (spell_numbers(values, name) for name in (config.source_language, config.target_language))
+        corpus[split] = Pairs(source, target, f"numbers ({split})")
+    return corpus
+
+
+def share_out(values: list[int], config: DataConfig) -> dict[Split, list[int]]:
+    """The first `numbers_test` values for the test, those that follow for validation and training; no empty split.
+
+    >>> share_out([5, 6, 7, 8], DataConfig(numbers_train=2, numbers_valid=0, numbers_test=1))
+    {'test': [5], 'train': [6, 7]}
+    """
+    sizes = {"test": config.numbers_test, "valid": config.numbers_valid, "train": config.numbers_train}
+    shares: dict[Split, list[int]] = {}
     start = 0
     for split, size in sizes.items():
-        values = order[start : start + size].tolist()
+        if size:
+            shares[split] = values[start : start + size]  # type: ignore[index]
         start += size
-        if values:
-            source, target = (spell_numbers(values, name) for name in (config.source_language, config.target_language))
-            corpus[split] = Pairs(source, target, f"numbers ({split})")
-    return corpus
+    return shares
 
 
 def spell_numbers(values: list[int], language: str) -> list[str]:

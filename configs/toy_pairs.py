@@ -1,0 +1,52 @@
+"""Six sentences learnt by heart and translated back exactly: the first thing to try on a model that was changed.
+
+Pre-norm, a vocabulary of words for each side, no dropout and no label smoothing, 100 steps. The sentences are in
+toy_pairs.tsv beside this file; they are the test, too.
+
+command   python train.py configs/toy_pairs.py
+hardware  2 CPU cores (AMD EPYC, Zen 4), shared with others
+time      31 s in all, of which it had 21 s of CPU time
+score     100.00 % exact match
+"""
+
+from pathlib import Path
+
+from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+
+
+def get_config() -> Config:
+    """The recipe."""
+    return Config(
+        model=ModelConfig(
+            source_vocab_size=40,
+            vocab_size=40,
+            d_model=64,
+            num_layers=1,
+            num_heads=4,
+            d_ff=128,
+            norm_position="pre",
+            final_norm=True,
+            residual_dropout=0.0,
+            tie_embeddings="none",
+        ),
+        data=DataConfig(
+            source="tsv",
+            directory=str(Path(__file__).resolve().parent),
+            train="toy_pairs",
+            valid="",
+            test="toy_pairs",
+            max_length=16,
+            batch_tokens=96,
+            max_shapes=1,
+        ),
+        tokenizer=TokenizerConfig(kind="word", joint=False),
+        training=TrainingConfig(
+            num_steps=100,
+            schedule="constant",
+            peak_learning_rate=3e-3,
+            warmup_steps=10,
+            label_smoothing=0.0,
+            log_every=10,
+        ),
+        decoding=DecodingConfig(beam_size=1, max_extra=5),
+    )

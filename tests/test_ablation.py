@@ -1,0 +1,177 @@
+"""Rows of Table 3 at other sizes, and their runner."""
+
+import dataclasses
+import json
+import math
+import types
+from pathlib import Path
+
+import pytest
+from command_line import plain
+from test_commands import write_corpus
+from tiny import one_device
+
+from transformer_jax import commands, score_commands
+from transformer_jax.ablation import render, run_table3
+from transformer_jax.config import Config
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation.cost import parameters_by_part
+from transformer_jax.recipes import load_recipe
+from transformer_jax.run.folder import RunFolder
+from transformer_jax.table3 import PAPER, ROWS, scaled, table3_config
+
+RECIPE = str(Path(__file__).resolve().parents[1] / "configs" / "table3.py")
+
+
+def base_of(**model) -> Config:
+    base = table3_config()
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, **model))
+
+
+@pytest.mark.parametrize("scale", [2, 4, 16])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_at_a_scale_is_the_papers_with_every_width_divided(row, scale):
+    paper, ours = load_recipe(f"{RECIPE}:{row}"), table3_config(row, scaled(table3_config(), scale))
+    assert ours.model.d_model * scale == paper.model.d_model
+    for stack in ("encoder", "decoder"):
+        here, there = getattr(ours.model, stack), getattr(paper.model, stack)
+        assert (here.num_layers, here.num_heads) == (there.num_layers, there.num_heads)
+        assert [here.d_ff * scale, here.d_k * scale, here.d_v * scale] == [there.d_ff, there.d_k, there.d_v]
+        if row.startswith("A"):
+            assert here.num_heads * here.d_k == ours.model.d_model
+    for field in ("model.residual_dropout", "training.label_smoothing", "model.positions"):
+        assert ours.flat()[field] == paper.flat()[field]
+
+
+def test_around_another_base_sizes_change_in_proportion():
+    base = base_of(num_layers=3, d_model=96, num_heads=4, d_ff=160)
+    with pytest.raises(UserError, match=r"row A1 of Table 3: model.num_heads would be 4 x 1 / 8, which is not"):
+        table3_config("A1", base)
+    change = [("A4", "num_heads", 16), ("C1", "num_layers", 1), ("C3", "num_layers", 4), ("C4", "d_model", 48)]
+    change += [("C5", "d_model", 192), ("C6", "d_ff", 80), ("B1", "d_k", 6), ("B2", "d_k", 12)]
+    for row, field, value in change:
+        assert getattr(table3_config(row, base).model, field) == value
+
+
+def test_all_rows_have_the_steps_of_the_base():
+    base = table3_config()
+    base = dataclasses.replace(base, training=dataclasses.replace(base.training, num_steps=7))
+    assert {table3_config(row, base).training.num_steps for row in ROWS} == {7}
+    assert table3_config("big").training.num_steps == 300_000, "the paper's own"
+
+
+@pytest.mark.parametrize(
+    ("row", "model", "scale", "message"),
+    [
+        ("base", {}, 3, "scale is 3; it must be a whole number that divides model.d_model 512 and model.d_ff 2048"),
+        ("base", {}, 0, "scale is 0"),
+        ("base", {"d_k": 32}, 1, "model.d_k is 32; the rows of Table 3 need None there"),
+        ("base", {"decoder_num_layers": 2}, 1, "model.decoder_num_layers is 2"),
+        ("A4", {}, 32, "row A4 of Table 3: model.d_model 16 is not divisible by model.num_heads 32"),
+        ("B1", {}, 32, "row B1 of Table 3: model.d_k would be 2 x 16 / 64, which is not a whole number"),
+        ("C1", {"num_layers": 4}, 1, "model.num_layers would be 4 x 2 / 6, which is not"),
+        ("F", {}, 1, "no recipe 'F'; legal: base, A1"),
+    ],
+)
+def test_what_makes_no_model_is_refused(row, model, scale, message):
+    with pytest.raises(UserError, match=message):
+        table3_config(row, scaled(base_of(**model), scale))
+
+
+# -------------------------------------------------------------------------------------------------------- the runner
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("table3") / "corpus"
+    write_corpus(folder)
+    for language, words in (("en", "the dog runs"), ("de", "der hund rennt")):
+        (folder / f"valid.{language}").write_text(8 * f"{words}\n")  # of one length: fewer shapes to compile
+    return folder
+
+
+def flags(corpus: Path, workdir: Path) -> list[str]:
+    """One layer of d_model 32 and two steps."""
+    given = f"""
+        scale=16 workdir={workdir} model.num-layers=1 model.vocab-size=400
+        data.source=text data.name= data.subset= data.directory={corpus} data.valid=valid
+        data.batch-tokens=600 data.max-length=100 data.max-shapes=1 training.num-steps=2
+        training.validate-every=2 training.valid-sentences=0 training.num-samples=0
+        decoding.beam-size=1 decoding.max-extra=3
+    """
+    return [f"--{flag}" for flag in given.split()]
+
+
+@pytest.mark.filterwarnings("ignore:.*translated into nothing")  # after so few steps
+def test_two_rows_are_trained_scored_and_set_beside_the_papers(cli, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())  # compiles faster than eight
+    (tmp_path / "table3.jsonl").write_text('{"row": "C1", torn')
+    done = cli("table3", "base", "B1", *flags(corpus, tmp_path))
+    assert done.status == 0, done.err
+    lines = [line.split() for line in done.out.splitlines()]
+    assert [line[0] for line in lines[2:4]] == ["base", "B1"]
+    assert lines[2][-3:] == ["65", "4.92", "25.8"]
+    assert lines[3][1:3] == ["d_k", "1"], "4 / 4: the paper has 16 for 64"
+    assert lines[3][-3:] == ["58", "5.16", "25.1"]
+    rows = [json.loads(line) for line in (tmp_path / "table3.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in rows] == ["base", "B1"]
+    for row, line in zip(rows, lines[2:4], strict=True):
+        config = RunFolder(tmp_path / row["row"]).load_config()
+        assert config.data.test == ""
+        assert row["parameters"] == parameters_by_part(config.model)["total"]
+        assert row["num_sentences"] == 8, "the validation split"
+        assert row["checkpoint"] == "last"
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert float(line[-5]) == pytest.approx(row["perplexity"], abs=0.01)
+        assert float(line[-4]) == pytest.approx(row["bleu"], abs=0.1)
+        assert tuple(row["paper"].values()) == PAPER[row["row"]]
+
+    # Again: the runs are finished, and are not scored once more.
+    def fails(*_, **__):
+        raise AssertionError("nothing has changed")
+
+    monkeypatch.setattr(score_commands, "evaluate", fails)
+    again = cli("table3", "B1", *flags(corpus, tmp_path), "--json")
+    assert again.status == 0, again.err
+    assert [json.loads(line) for line in again.out.splitlines()] == rows[1:]
+    assert "B1 is finished: step 2 of 2" in again.err
+    assert (tmp_path / "table3.jsonl").read_text().splitlines() == [json.dumps(row, ensure_ascii=False) for row in rows]
+
+
+def test_an_interrupt_ends_it_after_the_row_that_was_interrupted(tmp_path, monkeypatch):
+    trained = []
+
+    def train(config, run, say):
+        trained.append(run.name)
+        return types.SimpleNamespace(interrupted_by="SIGTERM")
+
+    monkeypatch.setattr(commands, "train", train)
+    assert list(run_table3(["E", "base"], table3_config(), tmp_path, lambda line: None)) == []
+    assert trained == ["E"]
+
+
+@pytest.mark.parametrize(
+    ("args", "status", "message"),
+    [
+        ([], 2, "name rows, all or some of base, A1"),
+        (["base", "--scale", "3"], 2, "scale is 3; it must be a whole number that divides"),
+        (["base", "F"], 1, "table3 has no recipe 'F'; legal: base, A1"),
+        (["all", "--scale", "32"], 1, "row A4 of Table 3: model.d_model 16 is not divisible"),
+        (["base", "--data.valid", ""], 1, "data.valid is empty"),
+        (["base", "--model.num-head", "4"], 2, "--model.num-heads INT"),
+    ],
+)
+def test_wrong_usage_is_found_before_the_training(cli, tmp_path, monkeypatch, args, status, message):
+    monkeypatch.chdir(tmp_path)
+    done = cli("table3", *args)
+    assert (done.status, done.out) == (status, "")
+    assert message in plain(done.err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_of_what_json_cannot_say():
+    row = {"row": "D1", "change": "residual_dropout 0.0", "parameters": 65_110_000, "perplexity": None, "bleu": 0.0}
+    row |= {"num_sentences": 3000, "asked": {"num_steps": 5}, "bleu_signature": "nrefs:1"}
+    text = render([row])
+    assert text.splitlines()[2].split() == ["D1", "residual_dropout", "0.0", "65.11", "inf", "0.0", "5.77", "24.6"]
+    assert max(map(len, text.splitlines())) <= 120

@@ -1,0 +1,227 @@
+"""The recipes of configs/ on stand-ins for their corpora: the same columns, splits and file names, a few sentences."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from test_commands import ENGLISH, GERMAN
+from tiny import one_device
+
+from transformer_jax import commands
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.presets import preset
+from transformer_jax.recipes import load_recipe
+from transformer_jax.run.checkpoint import checkpoint_steps
+from transformer_jax.run.folder import RunFolder
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def recipe(name: str) -> Config:
+    path, _, choice = name.partition(":")
+    return load_recipe(f"{CONFIGS / path}.py{':' + choice if choice else ''}")
+
+
+@pytest.fixture
+def on_one_device(monkeypatch):
+    """Trains on one device of the eight, which compiles and runs faster; others test those."""
+    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())
+
+
+def sentences(words: list[str], count: int) -> list[str]:
+    """Three words each: of one length, there are fewer shapes to compile."""
+    return [" ".join(words[(row + place) % len(words)] for place in range(3)) for row in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------- WMT14
+
+# recipe: (language, preset, vocabulary, dropout, steps, those between two checkpoints, averaged)
+WMT14 = {
+    "wmt14_en_de_base": ("de", ModelConfig.base(37_000), 100_000, 1_500, 5),
+    "wmt14_en_de_big": ("de", ModelConfig.big(37_000), 300_000, 600, 20),
+    "wmt14_en_fr_base": ("fr", ModelConfig.base(32_000), 100_000, 1_500, 5),
+    "wmt14_en_fr_big": ("fr", ModelConfig.big(32_000, residual_dropout=0.1), 300_000, 600, 20),
+}
+
+
+@pytest.mark.parametrize("library", ["huggingface", "tfds"])
+@pytest.mark.parametrize("name", WMT14)
+def test_wmt14_is_the_papers_recipe(name, library):
+    language, model, steps, between, averaged = WMT14[name]
+    config = recipe(f"{name}:{library}")
+    assert config.model == model
+    expected = {
+        "data.source": library,
+        "data.name": "wmt14" if library == "huggingface" else f"wmt14_translate/{language}-en",
+        "data.subset": f"{language}-en" if library == "huggingface" else "",
+        "data.source_language": "en",
+        "data.target_language": language,
+        "data.valid": "validation",
+        "data.test": "test",
+        "data.batch_tokens": 25_000,
+        "tokenizer.kind": "bpe",
+        "tokenizer.joint": True,
+        "training.num_steps": steps,
+        "training.schedule": "noam",
+        "training.warmup_steps": 4_000,
+        "training.label_smoothing": 0.1,
+        "training.checkpoint_every": between,
+        "training.keep_checkpoints": averaged,
+        "training.average_last": averaged,
+        "decoding.checkpoint": "average",
+        "decoding.beam_size": 4,
+        "decoding.alpha": 0.6,
+        "decoding.length_penalty": "gnmt",
+        "decoding.max_extra": 50,
+    }
+    assert config.flat().items() >= expected.items()
+    # A validation writes a checkpoint too: it must not come between two others.
+    assert config.training.validate_every % config.training.checkpoint_every == 0
+    # Ten minutes of the paper's 0.4 or 1.0 s a step.
+    assert between * (0.4 if "base" in name else 1.0) == 600
+    assert recipe(name) == recipe(f"{name}:huggingface")
+
+
+def test_wmt14_changes_nothing_of_the_preset_but_text_and_the_times_of_saving():
+    ours, paper = recipe("wmt14_en_de_big").flat(), preset("paper_big", 37_000).flat()
+    assert {field for field in ours if ours[field] != paper[field]} == {
+        *("data.source", "data.name", "data.subset", "data.valid"),
+        *("training.checkpoint_every", "training.checkpoint_seconds", "training.validate_every"),
+    }
+    with pytest.raises(UserError, match="no recipe 'torch'; legal: huggingface, tfds"):
+        recipe("wmt14_en_fr_base:torch")
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """`library("wmt14", "de-en", {"train": rows, ...})` makes `datasets` have that set, offline."""
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    load = datasets.load_dataset
+
+    def put(name, subset, splits):
+        files = {}
+        for split, rows in splits.items():
+            files[split] = str(tmp_path / f"{split}.json")
+            Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+        def load_dataset(asked_name, asked_subset, split):
+            assert (asked_name, asked_subset) == (name, subset)
+            return load("json", data_files=files, split=split)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+    return put
+
+
+@pytest.mark.filterwarnings("ignore:.*translated into nothing")  # after so few steps
+def test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average(tmp_path, library, on_one_device):
+    """Everything but the sizes is the recipe's own."""
+    splits = {}
+    for split, count in (("train", 60), ("validation", 8), ("test", 8)):
+        rows = zip(sentences(ENGLISH, count), sentences(GERMAN, count), strict=True)
+        splits[split] = [{"translation": {"de": german, "en": english}} for english, german in rows]
+    library("wmt14", "de-en", splits)
+    config = recipe("wmt14_en_de_base")
+    config = dataclasses.replace(
+        config,
+        # Room for every word, so that they are of one length in tokens too.
+        model=dataclasses.replace(config.model, vocab_size=400, d_model=16, num_layers=1, num_heads=2, d_ff=32),
+        data=dataclasses.replace(config.data, batch_tokens=300, max_shapes=1),
+        training=dataclasses.replace(
+            config.training, num_steps=7, checkpoint_every=1, validate_every=4, warmup_steps=4, valid_sentences=8
+        ),
+        decoding=dataclasses.replace(config.decoding, max_extra=2),
+    )
+    said: list[str] = []
+    commands.train(config, tmp_path / "run", said.append)
+    run = RunFolder(tmp_path / "run")
+    assert said[0].startswith("wmt14/de-en (train): 60 pairs: 60 kept")
+    # The best checkpoint, by the loss on newstest2013's stand-in, is kept beside the last five.
+    assert set(checkpoint_steps(run)) >= {3, 4, 5, 6, 7}
+    result = json.loads(run.result.read_text())
+    assert (result["checkpoint"], result["num_sentences"]) == ("average", 8)
+    validated = [json.loads(line) for line in run.metrics.read_text().splitlines() if "valid_bleu" in line]
+    assert [row["step"] for row in validated] == [4, 7]
+
+
+# ------------------------------------------------------------------------------------------------------ other corpora
+
+
+def test_opus_books_is_cut_into_three_splits(library):
+    rows = [
+        {"id": str(row), "translation": {"en": english, "it": italian}}
+        for row, (english, italian) in enumerate(zip(sentences(ENGLISH, 40), sentences(GERMAN, 40), strict=True))
+    ]
+    library("Helsinki-NLP/opus_books", "en-it", {"train": rows})
+    config = recipe("opus_books_en_it")
+    splits = {split: read_split(config.data, split) for split in ("train", "valid", "test")}
+    assert {split: len(pairs) for split, pairs in splits.items()} == {"train": 36, "valid": 2, "test": 2}
+    joined = [pair for pairs in splits.values() for pair in zip(pairs.source, pairs.target, strict=True)]
+    assert joined == [(row["translation"]["en"], row["translation"]["it"]) for row in rows]
+    tokenizers = train_tokenizers(config, splits["train"])
+    tokenizers.check_fits(config.model)
+    assert not tokenizers.joint
+
+
+@pytest.mark.parametrize(
+    ("name", "stems"),
+    [
+        ("iwslt14_de_en", ("train", "valid", "test")),
+        ("multi30k_en_fr:raw", ("train", "val", "test_2016_flickr")),
+        ("multi30k_en_fr:bpe10k", ("train", "valid", "test.2016")),
+        ("en_fr_small", ("train", "dev", "test")),
+        ("parsing_wsj:paper", ("train", "valid", None)),
+    ],
+)
+def test_files_are_where_the_docstring_says(tmp_path, monkeypatch, name, stems):
+    config = recipe(name)
+    monkeypatch.chdir(tmp_path)
+    folder = Path(config.data.directory)
+    folder.mkdir(parents=True)
+    source, target = config.data.source_language, config.data.target_language
+    for size, stem in enumerate(filter(None, stems), 10):
+        for language, words in ((source, ENGLISH), (target, GERMAN)):
+            (folder / f"{stem}.{language}").write_text("".join(f"{line}\n" for line in sentences(words, size)))
+    document = (CONFIGS / f"{name.partition(':')[0]}.py").read_text().partition("get_config")[0]
+    assert str(folder) in " ".join(document.split())
+    if "parsing" not in name:
+        assert f"as *.{source} and *.{target}" in " ".join(document.split())
+    train = read_split(config.data, "train")
+    assert len(train) == 10
+    for size, split in ((11, "valid"), (12, "test")):
+        pairs = read_split(config.data, split)
+        assert (pairs is None) if getattr(config.data, split) == "" else (len(pairs) == size)
+    train_tokenizers(config, train).check_fits(config.model)
+
+
+def test_english_to_french_captions_are_trained_as_the_german_ones():
+    for form in ("raw", "bpe10k"):
+        german, french = recipe(f"multi30k_en_de:{form}").flat(), recipe(f"multi30k_en_fr:{form}").flat()
+        differing = {field for field in french if french[field] != german[field]}
+        assert differing <= {"model.vocab_size", "data.directory", "data.target_language"}
+    with pytest.raises(UserError, match="no recipe 'tok'; legal: raw, bpe10k"):
+        recipe("multi30k_en_fr:tok")
+
+
+def test_six_sentences_are_learnt_by_heart(tmp_path, on_one_device):
+    config = recipe("toy_pairs")
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=50))  # half of them
+    said: list[str] = []
+    commands.train(config, tmp_path / "run", said.append)
+    assert said[-1] == "exact match 100.00 %"
+    pairs = read_split(config.data, "train")
+    assert len(pairs) == 6
+    assert Translator.load(tmp_path / "run").translate(list(pairs.source)) == list(pairs.target)
+
+
+@pytest.mark.parametrize("name", ["copy_task", "parsing_wsj"])
+def test_an_unknown_size_is_refused_with_the_legal_ones(name):
+    with pytest.raises(UserError, match="no recipe 'huge'; legal: "):
+        recipe(f"{name}:huge")

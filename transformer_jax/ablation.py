@@ -1,0 +1,102 @@
+"""Rows of the paper's Table 3 at any size on any corpus, set beside the paper's: `transformer-jax table3`."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformer_jax import commands, score_commands
+from transformer_jax.config import Config
+from transformer_jax.distributed import from_first, only_first
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import count_parameters
+from transformer_jax.run.folder import write_atomically
+from transformer_jax.strict_json import to_json
+from transformer_jax.table3 import PAPER, table3_config
+
+
+def run_table3(
+    rows: Sequence[str], base: Config, workdir: str | Path, say: commands.Say = print
+) -> Iterator[dict[str, Any]]:
+    """Trains rows around a base recipe, or goes on with them, and scores each on the validation split.
+
+    A row's run is `workdir`/ROW. All have the steps of `base`, and no test split. Yields the figures of each as soon as
+    it is trained, the paper's with them; `workdir`/table3.jsonl has these, and those of rows trained there before.
+
+    Raises:
+        UserError: no such row, no validation split, or anything that `commands.train` raises.
+    """
+    if not base.data.valid:
+        raise UserError("data.valid is empty; the rows of Table 3 are scored on the validation split")
+    base = dataclasses.replace(base, data=dataclasses.replace(base.data, test=""))
+    configs = {row: table3_config(row, base) for row in rows}  # what is wrong with any is found before the training
+    file = Path(workdir) / "table3.jsonl"
+    for row, config in configs.items():
+        run = Path(workdir) / row
+        say(f"--- row {row}")
+        outcome = commands.train(config, run, say)
+        if outcome is not None and outcome.interrupted_by:
+            return
+        decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # with lists for tuples, as in the file
+        asked = {"num_steps": config.training.num_steps, "valid": config.data.valid, "decoding": decoding}
+        known = from_first(_read(file))
+        if outcome is not None or known.get(row, {}).get("asked") != asked:
+            known[row] = {
+                "row": row,
+                "change": _change(base, config),
+                "parameters": count_parameters(config.model),
+                **score_commands.evaluate(run, split="valid", num_samples=0),
+                "paper": PAPER[row]._asdict(),
+                "asked": asked,
+            }
+            text = "".join(to_json(known[name]) + "\n" for name in PAPER if name in known)
+            only_first(partial(write_atomically, file, text))
+        yield known[row]
+
+
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """Results of `run_table3` as a table, the paper's figures at the right."""
+    width = max(len(result["change"]) for result in results) + 1
+    lines = [
+        f"{'':{width + 6}}{'here':>24}{'the paper':>24}",
+        f"{'row':6}{'change':{width}}" + 2 * f"{'params e6':>10}{'PPL':>8}{'BLEU':>6}",
+    ]
+    for result in results:
+        paper = PAPER[result["row"]]
+        millions = "" if paper.millions is None else paper.millions
+        # JSON has null for what is not finite.
+        perplexity = "inf" if result["perplexity"] is None else f"{result['perplexity']:.2f}"
+        lines.append(
+            f"{result['row']:6}{result['change']:{width}}{result['parameters'] / 1e6:10.2f}{perplexity:>8}"
+            f"{result['bleu']:6.1f}{millions:>10}{paper.perplexity:8.2f}{paper.bleu:6.1f}"
+        )
+    first = results[0]
+    return "\n".join(
+        [
+            *lines,
+            f"here: {first['num_sentences']} sentences of validation after {first['asked']['num_steps']} steps, "
+            f"{first['bleu_signature']}",
+            "the paper: newstest2013. Perplexities are per token of a vocabulary: the order of the rows compares, not "
+            "the figures",
+        ]
+    )
+
+
+def _change(base: Config, config: Config) -> str:
+    """What the row changes, at this size.
+
+    >>> _change(Config(), table3_config("B1", Config()))
+    'd_k 16'
+    """
+    before, after = base.flat(), config.flat()
+    return ", ".join(f"{name.partition('.')[2]} {after[name]}" for name in after if after[name] != before[name])
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a `table3.jsonl` by name; none where there is no such file, or a damaged one."""
+    try:
+        return {row["row"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
