@@ -27,7 +27,7 @@ LAYERS = (
     ("model", "data"),
     ("run",),
     ("training", "decoding"),
-    ("evaluation", "interop", "treebank"),
+    ("evaluation", "interop", "pictures", "treebank"),
     ("parity",),
     ("commands", "doctor", "score_commands"),
     ("ablation",),
@@ -38,7 +38,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # Each of these libraries is spoken to in one file, so that it can be changed or replaced there.
 ONE_FILE = (
-    *("datasets", "grain", "num2words", "orbax", "sacrebleu", "sacremoses", "safetensors"),
+    *("datasets", "grain", "matplotlib", "num2words", "orbax", "sacrebleu", "sacremoses", "safetensors"),
     *("sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "tqdm", "tyro"),
 )
 
@@ -184,7 +184,8 @@ def wheel(tmp_path_factory, optional_package) -> Path:
 
 def test_wheel_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    expected = {str(file.relative_to(ROOT)) for file in FILES} | {"transformer_jax/py.typed"}
+    others = {"transformer_jax/py.typed", "transformer_jax/pictures/attention.html"}
+    expected = {str(file.relative_to(ROOT)) for file in FILES} | others
     assert expected <= set(names)
     assert all(name.startswith(("transformer_jax/", "transformer_jax-")) for name in names), names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -37,11 +37,16 @@ API = {
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
     "beam_search": "decoding.search",  # over a callback, knows no model
     "greedy_search": "decoding.search",
+    "explain": "decoding.explain",  # explain(translator, texts): a search step by step
     "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
     # What the commands do.
     "train": "commands",
     "evaluate": "score_commands",
     "average": "score_commands",
+    # Pictures.
+    "attention_of": "pictures.attention",  # attention_of(translator, sentence) -> Attention
+    "draw_attention": "pictures.attention",  # draw_attention(attention, Path("page.html"))
+    "plot": "pictures.plots",  # plot(["runs/one", "runs/other"], Path("plots.png"))
     # To and from other software.
     "import_run": "interop.convert",
     "export_run": "interop.convert",
@@ -60,6 +65,7 @@ if TYPE_CHECKING:
         TokenizerConfig,
         TrainingConfig,
     )
+    from transformer_jax.decoding.explain import explain
     from transformer_jax.decoding.search import beam_search, greedy_search
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.errors import UserError
@@ -69,6 +75,8 @@ if TYPE_CHECKING:
     from transformer_jax.model.positional import sinusoids
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
     from transformer_jax.parity.command import compare
+    from transformer_jax.pictures.attention import attention_of, draw_attention
+    from transformer_jax.pictures.plots import plot
     from transformer_jax.presets import preset
     from transformer_jax.score_commands import average, evaluate
     from transformer_jax.training.loss import cross_entropy

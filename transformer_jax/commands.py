@@ -14,12 +14,12 @@ import jax
 import numpy as np
 
 from transformer_jax.config import Config
-from transformer_jax.data.batching import BatchPlan, Plan, Rows, choose_shapes, make_batch
+from transformer_jax.data.batching import Plan, Rows, make_batch
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import EncodedPairs, load_or_encode
-from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.pipeline import batch_iterator
+from transformer_jax.data.plans import plan_batches
 from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import (
@@ -125,7 +125,7 @@ def _train(config: Config, run: RunFolder, say: Say, *, profile: bool, strict: b
             "back, or start another run with --workdir (and --training.init-from this one)"
         )
     only_first(lambda: write_atomically(run.data_sha256, sha256 + "\n"))
-    plan = _plan(config, encoded)
+    plan = plan_batches(config, encoded)
     say(
         f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
         f"in an order of {plan.order_bits:,.0f} bits; {count_parameters(config.model):,} parameters; "
@@ -180,15 +180,6 @@ def _say_nothing(line: str) -> None:
 def _in_processes() -> str:
     count = jax.process_count()
     return f" in {count} processes" if count > 1 else ""
-
-
-def _plan(config: Config, encoded: EncodedPairs) -> Plan:
-    """Which pairs stand in which batch, as `data.batching` says."""
-    data, seed = config.data, config.training.seed
-    lengths = encoded.source_lengths, encoded.target_lengths
-    if data.batching == "packed":
-        return PackedPlan(*lengths, data.packed_length, data.batch_tokens, seed)
-    return BatchPlan(*lengths, choose_shapes(*lengths, data.batch_tokens, data.max_shapes), seed)
 
 
 def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: int, parts: RowParts) -> list[Batch]:

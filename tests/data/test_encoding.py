@@ -8,7 +8,7 @@ import pytest
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data import encoding
 from transformer_jax.data.corpus import Pairs
-from transformer_jax.data.encoding import encode_pairs, load_or_encode
+from transformer_jax.data.encoding import encode_pairs, load_cached, load_or_encode
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.errors import UserError
 
@@ -77,6 +77,8 @@ def test_cache(tmp_path, tokenizers, monkeypatch):
         second = load_or_encode(CONFIG, "train", tokenizers, tmp_path, PAIRS)
     assert rows(second) == expected
     assert second.report == first.report
+    assert rows(load_cached(tmp_path, "train", first.sha256())) == expected
+    assert load_cached(tmp_path, "valid", first.sha256()) is load_cached(tmp_path, "train", "0" * 64) is None
 
     # Torn: a file cut off, no manifest, an unfinished folder of another process.
     for damage in (

@@ -30,6 +30,25 @@ def test_attributes(byte_pairs):
     assert byte_pairs.tokens(byte_pairs.encode([" the"])[0]) == ["Ġthe"]
 
 
+def test_pieces_are_what_the_tokens_stand_for(byte_pairs):
+    """Every id against the library's decoder, which writes U+FFFD where bytes are no whole letter."""
+    escaped = []
+    for i, piece in enumerate(byte_pairs.pieces(range(byte_pairs.vocab_size))):
+        (text,) = byte_pairs.decode([[i]])
+        if i in SPECIAL_IDS:
+            assert piece == SPECIAL_TOKENS[i]
+        elif "\ufffd" not in text and text.isprintable():
+            assert piece == text.replace(" ", "\u2581")
+        else:
+            escaped.append(piece)
+    assert len(set(escaped)) == len(escaped) >= 128 + 33
+    assert {"\\n", "\\x00", "\\xc3", "\\xff"} <= set(escaped)
+    assert all(piece.replace("\u2581", "").isascii() and piece.isprintable() for piece in escaped)
+    assert byte_pairs.pieces([10_000]) == ["<10000>"]
+    words = train_tokenizer("word", ["a\u202eb \u00fc"], 9, 1)
+    assert words.pieces(words.encode(["a\u202eb \u00fc x"])[0]) == ["a\\u202eb", "\u00fc", "<unk>"]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(), max_size=4))
 def test_byte_pairs_bring_back_any_text(byte_pairs, texts):

@@ -85,7 +85,7 @@ def test_a_sentence_alone_is_translated_as_among_others_and_order_is_kept(beam_s
         np.testing.assert_allclose([one.score for one in alone], [one.score for one in found], rtol=1e-4)
         assert [one.score for one in found] == sorted((one.score for one in found), reverse=True)
     assert translator.translate(texts) == [found[0].text for found in together]
-    assert together[2] == together[3] == [("", 0.0, 0.0, 0)], "empty lines stay empty"
+    assert together[2] == together[3] == [("", 0.0, 0.0, 0, ())], "empty lines stay empty"
 
 
 def test_results_come_in_the_order_of_the_input_though_sorted_inside(calls):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformer_jax.cli import experiments, models, runs, scores
+from transformer_jax.cli import experiments, models, pictures, runs, scores
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.determinism import make_deterministic
@@ -24,6 +24,8 @@ commands:
   translate RUN [...] < in.txt > out.txt                       translate, a line for each line
   evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss, speed; differences; --sweep
   average RUN [--last K|--minutes M|--steps S...]              average checkpoints
+  attention RUN "SENTENCE" --output FILE [...]                 what the model attends to: a page, or a picture
+  plot RUN|CONFIG... --output FILE [--panels NAME...]          learning curves, schedules, lengths, padding
   import --from FORMAT PATH --output RUN [...]                 a run of another software's model
   export RUN --to FORMAT --output DIR                          a run for another software
   compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
@@ -46,6 +48,8 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "translate": runs.translate,
     "evaluate": scores.evaluate,
     "average": scores.average,
+    "attention": pictures.attention,
+    "plot": pictures.plot,
     "import": models.import_model,
     "export": models.export_model,
     "compare": models.compare,

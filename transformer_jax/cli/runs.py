@@ -68,6 +68,8 @@ def translate(args: list[str]) -> None:
         run: Positional[Path]
         """The run's folder."""
         decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
+        explain: bool = False
+        """In place of translations, tell step by step how they are found; for a few lines."""
         cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     parsed = parse(
@@ -81,6 +83,12 @@ def translate(args: list[str]) -> None:
     from transformer_jax.decoding.translator import Translator
 
     translator = Translator.load(parsed.run, **given_fields(parsed.decoding, args))
+    if parsed.explain:
+        from transformer_jax.decoding.explain import explain
+
+        told = explain(translator, _stdin_lines()) if is_first() else []
+        sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
+        return
     if with_others:
         lines = from_first(_stdin_lines() if is_first() else None)
         translations = translator.translate(lines, shared=True)

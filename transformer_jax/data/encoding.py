@@ -164,6 +164,15 @@ def load_or_encode(
     return _load(directory) or encoded
 
 
+def load_cached(cache_directory: Path, split: Split, sha256: str) -> EncodedPairs | None:
+    """What `load_or_encode` wrote of a split, known by its `EncodedPairs.sha256`: the text itself is not needed."""
+    for directory in sorted(cache_directory.glob(f"{split}-*")):
+        cached = _load(directory)
+        if cached is not None and cached.sha256() == sha256:
+            return cached
+    return None
+
+
 class _Column:
     """Gathers the ids of one side."""
 

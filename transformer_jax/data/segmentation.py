@@ -59,6 +59,11 @@ class Tokenizer(ABC):
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """The piece of each id as the vocabulary spells it, for display."""
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each id for people to read: a space as \u2581; what cannot be seen, and bytes that are no whole
+        letter, as Python escapes them."""
+        return [_visible_piece(piece) for piece in self.tokens(ids)]
+
     @abstractmethod
     def to_json(self) -> str:
         """The whole tokenizer; the reverse is `tokenizer_from_json`."""
@@ -94,6 +99,11 @@ class BytePairTokenizer(Tokenizer):
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Each piece with its bytes as the letters of GPT-2's table: a space is \u0120."""
         return [self._library.id_to_token(int(i)) or f"<{int(i)}>" for i in ids]
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        special = (self.pad_id, self.bos_id, self.eos_id, self.unk_id)
+        rows = zip(ids, self.tokens(ids), strict=True)
+        return [_visible_piece(piece if i in special else _from_bytes(piece)) for i, piece in rows]
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, "library": json.loads(self._library.to_str())}, ensure_ascii=False)
@@ -260,6 +270,25 @@ def _cut_long(texts: Iterable[str]) -> Iterator[str]:
             yield text
         else:
             yield from (text[start : start + 1_000] for start in range(0, len(text), 1_000))
+
+
+# The letter that stands for each byte in a vocabulary of byte pairs.
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE}
+_BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
+
+
+def _from_bytes(piece: str) -> str:
+    """A byte-level piece as text; one that is spelled in other letters, such as "<300>", stays."""
+    if not _BYTE_OF.keys() >= set(piece):
+        return piece
+    return bytes(_BYTE_OF[letter] for letter in piece).decode("utf-8", "backslashreplace")
+
+
+def _visible_piece(piece: str) -> str:
+    """The piece with nothing in it that cannot be seen."""
+    shown = piece.replace(" ", "\u2581")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
 
 
 def _words(kind: Kind, text: str) -> list[str]:

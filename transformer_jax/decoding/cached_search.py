@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from transformer_jax.config import DecodingConfig, ModelConfig
 from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.search import beam_search, greedy_search
+from transformer_jax.decoding.search import Watch, beam_search, greedy_search
 from transformer_jax.model.decoding_step import (
     Cache,
     DecoderWeights,
@@ -59,7 +59,7 @@ def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> 
     return Prepared(encoder, decoder_weights(params, config, int8=weights == "int8"))
 
 
-@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids"))
+@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids", "watch"))
 def search(
     params: Params | Prepared,
     src: Int[Array, "b s"],
@@ -70,6 +70,7 @@ def search(
     max_length: int,
     n_best: int = 1,
     forbidden_ids: tuple[int, ...] = (),
+    watch: Watch | None = None,
 ) -> SearchResult:
     """Encodes once, then greedy search (beam_size 1) or beam search with a key-value cache.
 
@@ -82,6 +83,7 @@ def search(
         max_length: the largest limit possible: the width of the result.
         n_best: hypotheses wanted for each row.
         forbidden_ids: ids that are never generated, besides padding.
+        watch: is told what each step did; each function is compiled for itself.
 
     Raises:
         UserError: `max_length` is more than the learned position table has.
@@ -116,6 +118,7 @@ def search(
         "renormalise": decoding.renormalise,
         "spans": spans,
         "grow_fn": grow,
+        "watch": watch,
     }
     if beam_size == 1:
         return greedy_search(step_fn, cache, **options)

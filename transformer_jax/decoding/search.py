@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.decoding.best_tokens import best_tokens, top
@@ -22,6 +24,34 @@ State = Any  # a pytree of arrays: the key-value cache of a model, say
 StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
 ReorderFn = Callable[[State, Int[Array, "rows"]], State]
 GrowFn = Callable[[State, int], State]
+
+
+class Watched(NamedTuple):
+    """What a search did in one step: handed to `watch`, as NumPy arrays."""
+
+    length: Int[Array, ""]
+    """Tokens of each hypothesis after this step."""
+    candidates: SearchResult
+    """The continuations that were looked at, best first; a log-probability of -inf: there was none."""
+    parents: Int[Array, "b n"]
+    """For each, which of the live hypotheses of the step before it continues."""
+    finishes: Bool[Array, "b n"]
+    """Which of them count as ended."""
+    live: SearchResult
+    """The hypotheses that go on, best first; log-probability -inf: none."""
+    finished: SearchResult
+    """The best that ended so far, best first; score -inf: none."""
+    bound: Float[Array, "b"]
+    """What the best live hypothesis is taken to be able to score; NaN where the search compares no scores."""
+    at_limit: Bool[Array, "b"]
+    """Whether this is the last step that the sentence may take."""
+    done: Bool[Array, "b"]
+    """Whether the sentence is done after this step."""
+    skipped: Bool[Array, "b"]
+    """Whether it was done before, so that this step changed nothing."""
+
+
+Watch = Callable[[Watched], None]
 
 
 class _Greedy(NamedTuple):
@@ -49,6 +79,7 @@ def greedy_search(
     renormalise: bool = False,
     spans: Sequence[int] = (),
     grow_fn: GrowFn = lambda state, length: state,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
 
@@ -64,6 +95,7 @@ def greedy_search(
         renormalise: these leave the softmax, rather than being struck out after it.
         spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
         grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
+        watch: is told what each step did.
 
     Returns:
         One hypothesis a sentence (n = 1); its score is its log-probability.
@@ -80,7 +112,7 @@ def greedy_search(
         stopped = search.done | (best_log_prob == -jnp.inf)  # the latter: every token is impossible
         best = jnp.where(stopped, pad_id, best)
         length = search.step + 1
-        return _Greedy(
+        after = _Greedy(
             step=length,
             tokens=search.tokens.at[:, search.step].set(best),
             last=best,
@@ -89,6 +121,9 @@ def greedy_search(
             done=stopped | (best == eos_id) | (length >= limits),
             state=state,
         )
+        if watch is not None:
+            _show(watch, _watched_greedy(search, after, eos_id, limits))
+        return after
 
     found = _until_done(
         advance,
@@ -144,6 +179,7 @@ def beam_search(
     renormalise: bool = False,
     spans: Sequence[int] = (),
     grow_fn: GrowFn = lambda state, length: state,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """The hypotheses of the highest log P(y | x) / penalty(length) that a beam of k finds, k = `beam_size`.
 
@@ -179,6 +215,7 @@ def beam_search(
         renormalise: these leave the softmax, rather than being struck out after it; so with ctranslate2 in any case.
         spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
         grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
+        watch: is told what each step did.
 
     Returns:
         n hypotheses a sentence.
@@ -232,6 +269,10 @@ def beam_search(
             live, finished, num_finished + jnp.sum(finishes, axis=1, dtype=jnp.int32), top_finished | finishes[:, 0]
         )
         done = rule.is_done(progress, length, setting) | at_limit | (live_log_probs[:, 0] == -jnp.inf)
+        if watch is not None:
+            bound = rule.bound(progress, length, setting) if rule.bound else jnp.full((b,), jnp.nan, dtype)
+            lists = candidates, parents, finishes, live, finished
+            _show(watch, Watched(length, *lists, bound, at_limit, search.done | done, search.done))
         rows = jnp.arange(b)[:, None] * k + jnp.take_along_axis(parents, chosen, axis=1)
         return _Beam(
             step=length,
@@ -280,6 +321,30 @@ def _until_done(advance: Callable[[Any], Any], search: Any, lengths: Sequence[in
         return _until_done(advance, search._replace(state=grow_fn(search.state, lengths[1])), lengths[1:], grow_fn)
 
     return jax.lax.cond(jnp.all(search.done), lambda search: search._replace(state=None), go_on, search)
+
+
+def _show(watch: Watch, watched: Watched) -> None:
+    """Calls `watch` while the compiled search runs, step after step."""
+    io_callback(lambda shown: watch(jax.tree.map(np.asarray, shown)), None, watched, ordered=True)
+
+
+def _watched_greedy(before: _Greedy, after: _Greedy, eos_id: int, limits: Int[Array, "b"]) -> Watched:
+    """A greedy step: one continuation, which ends or goes on."""
+    candidates = SearchResult(
+        tokens=after.tokens[:, None],
+        scores=after.log_probs[:, None],
+        lengths=after.lengths[:, None],
+        log_probs=after.log_probs[:, None],
+    )
+    ends = (after.last == eos_id)[:, None]
+
+    def only(chosen: Bool[Array, "b 1"]) -> SearchResult:
+        scores = jnp.where(chosen, candidates.scores, -jnp.inf)
+        return candidates._replace(scores=scores, log_probs=scores)
+
+    parents, bound = jnp.zeros_like(candidates.lengths), jnp.full_like(after.log_probs, jnp.nan)
+    lists = candidates, parents, ends, only(~ends), only(ends)
+    return Watched(after.step, *lists, bound, after.step >= limits, after.done, before.done)
 
 
 def _score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> jnp.dtype:

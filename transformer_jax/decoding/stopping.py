@@ -47,23 +47,33 @@ class Progress(NamedTuple):
     """Whether the best continuation of some step was an end."""
 
 
-def _paper_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
-    """No live hypothesis can still enter the n best.
+def _paper_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, "b"]:
+    """The most that a live hypothesis can still score.
 
-    Log-probabilities only fall, so its score is at most log-probability / penalty with the largest penalty ahead: the
-    one at the limit, or, for a negative alpha, at the next token. What merely ties with the n-th best comes after it.
+    Log-probabilities only fall, so it is at most log-probability / penalty with the largest penalty ahead: the one at
+    the limit, or, for a negative alpha, at the next token.
     """
     penalty = jnp.maximum(setting.penalty(length + 1), setting.penalty(setting.limits))
-    return progress.finished.scores[:, setting.n_best - 1] >= divide(progress.live.log_probs[:, 0], penalty)
+    return divide(progress.live.log_probs[:, 0], penalty)
 
 
-def _huggingface_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
-    """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them.
+def _paper_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+    """No live hypothesis can still enter the n best. What merely ties with the n-th best comes after it."""
+    return progress.finished.scores[:, setting.n_best - 1] >= _paper_bound(progress, length, setting)
+
+
+def _huggingface_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, "b"]:
+    """The score of the best live hypothesis, were it to end as it is.
 
     A heuristic: with a penalty that grows with the length a live hypothesis may well get better later.
     """
+    return divide(progress.live.log_probs[:, 0], setting.penalty(length))
+
+
+def _huggingface_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+    """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them."""
     worst = progress.finished.scores[:, -1]
-    return (worst > -jnp.inf) & (worst >= divide(progress.live.log_probs[:, 0], setting.penalty(length)))
+    return (worst > -jnp.inf) & (worst >= _huggingface_bound(progress, length, setting))
 
 
 def _ctranslate2_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
@@ -83,10 +93,14 @@ class Rule(NamedTuple):
     """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
     renormalise: bool
     """The forbidden ids leave the softmax, rather than being struck out after it."""
+    bound: Callable[[Progress, Int[Array, ""], Setting], Float[Array, "b"]] | None
+    """What the best live hypothesis is taken to be able to score; None: the rule counts and does not compare scores."""
 
 
 RULES: dict[Stopping, Rule] = {
-    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False),
-    "huggingface": Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False),
-    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True),
+    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False, bound=_paper_bound),
+    "huggingface": Rule(
+        _huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False, bound=_huggingface_bound
+    ),
+    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True, bound=None),
 }

@@ -15,6 +15,7 @@ from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.cached_search import Prepared, prepare, search
 from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.search import Watch
 from transformer_jax.distributed import gather
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
@@ -33,6 +34,8 @@ class Hypothesis(NamedTuple):
     """log P(target | source), in nats."""
     num_tokens: int
     """Tokens, EOS counted."""
+    token_ids: tuple[int, ...] = ()
+    """The tokens, with EOS where it came to one."""
 
 
 class Translator:
@@ -74,11 +77,14 @@ class Translator:
         """The best translation of each text, in the order of the texts; an empty line stays empty."""
         return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1, shared=shared)]
 
-    def translate_n_best(self, texts: Sequence[str], n_best: int, *, shared: bool = False) -> list[list[Hypothesis]]:
+    def translate_n_best(
+        self, texts: Sequence[str], n_best: int, *, shared: bool = False, watch: Watch | None = None
+    ) -> list[list[Hypothesis]]:
         """The best translations of each text, best first: `n_best` of them where the search found so many.
 
         With `stopping` paper, one that came to no EOS within its limit stands behind those that did. With `shared` all
-        processes of a job call this with the same texts: each translates its share, and all get the whole.
+        processes of a job call this with the same texts: each translates its share, and all get the whole. `watch` is
+        told what each step of a search did, as in `explain`.
 
         Raises:
             UserError: n_best is more than the beam, or the texts are one string.
@@ -88,7 +94,7 @@ class Translator:
         beam_size = self.config.decoding.beam_size
         if not 1 <= n_best <= beam_size:
             raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
-        model, all_rows = self.config.model, self._encode(texts)
+        model, all_rows = self.config.model, self.encode(texts)
         mine = set(_share(all_rows) if shared else range(len(all_rows)))
         rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
@@ -112,6 +118,7 @@ class Translator:
                     max_length=int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_extra, room)),
                     n_best=n_best,
                     forbidden_ids=forbidden_ids,
+                    watch=watch,
                 )
             )
             return result
@@ -130,7 +137,7 @@ class Translator:
         if shared:
             for found_there in gather([(index, results[index]) for index in mine]):
                 for index, hypotheses in found_there:
-                    results[index] = [Hypothesis(*hypothesis) for hypothesis in hypotheses]
+                    results[index] = [Hypothesis(*one)._replace(token_ids=tuple(one[-1])) for one in hypotheses]
         return results
 
     def _prepare(self) -> Prepared:
@@ -139,8 +146,8 @@ class Translator:
             self._prepared = self.params, prepare(self.params, self.config.model, self.config.decoding.weights)
         return self._prepared[1]
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids with EOS where the model's source has it; nothing at all for an empty line."""
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids as the model reads them, cut after `max_source`; nothing at all for an empty line."""
         model, decoding = self.config.model, self.config.decoding
         longest, reason = min((decoding.max_source, "decoding.max_source"), (self._room(), "model.max_length"))
         end = [model.eos_id] if model.source_eos else []
@@ -170,8 +177,9 @@ class Translator:
                 float(found.scores[place]),
                 float(found.log_probs[place]),
                 int(found.lengths[place]),
+                tuple(row),
             )
-            for place, text in zip(places, texts, strict=True)
+            for place, text, row in zip(places, texts, ids, strict=True)
         ]
 
 
