@@ -11,7 +11,7 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import is_first
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import Report, check_direction, evaluate_pairs
+from transformer_jax.evaluation.evaluate import Report, check_complete, check_direction, evaluate_pairs
 from transformer_jax.evaluation.report import compared, result_of
 from transformer_jax.evaluation.scores import tokenization_of
 from transformer_jax.evaluation.sweep import parse_grid
@@ -62,9 +62,9 @@ def evaluate_runs(
         config = translator.config
         if pairs is not None:
             check_direction(translator, pairs)
-        report = evaluate_pairs(
-            translator, pairs or split_of(config, split, run), tokenize=tokenize, lowercase=lowercase
-        )
+        given = pairs or split_of(config, split, run)
+        report = evaluate_pairs(translator, given, tokenize=tokenize, lowercase=lowercase)
+        check_complete(report, given)
         result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
         if is_first():
             is_tokenized, language = config.tokenizer.kind == "presegmented", config.data.target_language

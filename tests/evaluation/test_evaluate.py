@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -133,3 +134,43 @@ def test_references_in_pieces_are_joined():
     tokenizer = WordTokenizer("presegmented", [*SPECIAL_TOKENS, "wal@@", "king"])
     pairs = Pairs(["x"], ["wal@@ king far"], "here")
     assert reference_texts(pairs, TokenizerPair(tokenizer, tokenizer)) == ["walking far"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "target", "warns"),
+    [((4.0, 1.0), "ein hund", True), ((4.0, 3.5), "ein hund", False), ((1.0, 4.0), "ein hund", False)],
+)
+def test_sides_that_look_swapped_are_warned_of(translator, monkeypatch, losses, target, warns):
+    seen, found = [], iter(losses)
+
+    def loss_of(params, batches, model, max_logits):
+        seen.append([(batch.src[0].tolist(), batch.tgt_out[0].tolist()) for batch in batches])
+        return next(found)
+
+    monkeypatch.setattr(module, "corpus_loss", loss_of)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.check_direction(translator, Pairs(["a dog"], [target], "a.en and a.de"))
+    assert [str(warning.message) for warning in caught] == [
+        "a.en and a.de: the run finds the sentences likelier the other way round; is the source the reference?"
+    ] * warns
+    (((source, target_ids),), ((swapped, back),)) = seen
+    assert (source, target_ids) == (back, swapped) != (target_ids, source)
+
+
+def test_words_that_no_side_knows_are_no_evidence(translator, monkeypatch):
+    """The other way round the target is one unknown word, which any model finds likely."""
+    words = [WordTokenizer("word", [*SPECIAL_TOKENS, *known]) for known in (["a", "dog"], ["ein", "hund"])]
+    pair = dataclasses.replace(translator.tokenizers, source=words[0], target=words[1])
+    monkeypatch.setattr(translator, "tokenizers", pair)
+    found = iter((4.0, 1.0))
+    monkeypatch.setattr(module, "corpus_loss", lambda *_, **__: next(found))
+    module.check_direction(translator, Pairs(["a dog"], ["ein hund"], "here"))
+
+
+def test_sentences_translated_into_nothing_are_warned_of(translator):
+    pairs = Pairs(["a dog", " ", "the cat"], ["ein hund", "", "die katze"], "here")
+    report = evaluate_pairs(translator, pairs)
+    module.check_complete(dataclasses.replace(report, translations=["x", "", "y"]), pairs)
+    with pytest.warns(UserWarning, match="1 of 3 sentences were translated into nothing"):
+        module.check_complete(dataclasses.replace(report, translations=["", "", "y"]), pairs)

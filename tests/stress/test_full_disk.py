@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from transformer_jax import cli, commands
+from transformer_jax import cli, score_commands
 
 
 @pytest.mark.parametrize(("number", "cure"), [(28, "make room on the disk, and run it again"), (5, "run again with")])
@@ -12,7 +12,7 @@ def test_a_full_disk_is_the_users_to_mend(capsys, monkeypatch, number, cure):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), "cache/ids.npy")
 
-    monkeypatch.setattr(commands, "average", fails)
+    monkeypatch.setattr(score_commands, "average", fails)
     assert cli.main(["average", "nowhere", "--no-compilation-cache"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"error: OSError: [Errno {number}] {os.strerror(number)}: 'cache/ids.npy'\n{cure}")

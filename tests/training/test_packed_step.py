@@ -10,7 +10,7 @@ import pytest
 from tiny import MODEL, assert_close
 
 from transformer_jax.config import TrainingConfig
-from transformer_jax.data.batching import Shape, make_batch
+from transformer_jax.data.batching import Rows, Shape, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
@@ -32,9 +32,9 @@ def pairs():
     return EncodedPairs(*sides, source_eos=True)
 
 
-ALONE = make_batch(pairs(), np.arange(14), Shape(14, 6, 6), MODEL)
+ALONE = make_batch(pairs(), Rows(Shape(14, 6, 6), np.arange(14)), MODEL)
 # Eight rows, the last of which is empty.
-PACKED = make_batch(pairs(), np.arange(14), Shape(8, 18, 18), MODEL, 1, np.array([2, 1, 2, 2, 3, 2, 2]))
+PACKED = make_batch(pairs(), Rows(Shape(8, 18, 18), np.arange(14), np.array([2, 1, 2, 2, 3, 2, 2])), MODEL)
 
 
 @pytest.fixture(scope="module")

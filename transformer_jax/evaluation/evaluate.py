@@ -108,9 +108,6 @@ def evaluate_pairs(
     seconds = time.monotonic() - start
     translations = [hypothesis.text for hypothesis in hypotheses]
     references = reference_texts(pairs, tokenizers)
-    nothing = sum(bool(source.strip()) and not text for source, text in zip(pairs.source, translations, strict=True))
-    if nothing:
-        warnings.warn(f"{nothing} of {len(pairs)} sentences were translated into nothing at all", stacklevel=2)
     return Report(
         scores=score_corpus(translations, references, tokenize, lowercase),
         loss=loss,
@@ -120,6 +117,14 @@ def evaluate_pairs(
         translations=translations,
         references=references,
     )
+
+
+def check_complete(report: Report, pairs: Pairs) -> None:
+    """Warns of sentences that were translated into nothing at all."""
+    both = zip(pairs.source, report.translations, strict=True)
+    count = sum(bool(source.strip()) and not translation for source, translation in both)
+    if count:
+        warnings.warn(f"{count} of {len(pairs)} sentences were translated into nothing at all", stacklevel=2)
 
 
 def check_direction(translator: Translator, pairs: Pairs, most: int = 100) -> None:
