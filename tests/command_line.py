@@ -20,7 +20,7 @@ class Done(NamedTuple):
 def run_command(monkeypatch, capsysbinary, *args, stdin=b""):
     """Its status and what it wrote."""
     capsysbinary.readouterr()
-    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin)))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin), isatty=lambda: False))
     try:
         status = cli.main([*map(str, args), "--no-malloc-tuning"])
     except SystemExit as error:

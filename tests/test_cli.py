@@ -14,7 +14,7 @@ from command_line import plain
 from test_commands import tiny_run
 
 from transformer_jax import commands, score_commands
-from transformer_jax.decoding.translator import Translator
+from transformer_jax.decoding.translator import Hypothesis, Translator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,7 +31,9 @@ def loads(monkeypatch):
 
     def load(run, **decoding):
         seen.append((Path(run), decoding))
-        return types.SimpleNamespace(translate=lambda texts: [text[::-1] for text in texts])
+        return types.SimpleNamespace(
+            translate_n_best=lambda texts, n, **_: [[Hypothesis(text[::-1], 0.0, 0.0, 1)] for text in texts]
+        )
 
     monkeypatch.setattr(Translator, "load", load)
     return seen
@@ -152,7 +154,7 @@ def test_commands_and_help(cli):
         assert done.err == ""
     unknown = cli("trian")
     assert unknown.status == 2
-    assert "legal: train, translate, evaluate, average" in unknown.err
+    assert "legal: train, translate, evaluate, score, average" in unknown.err
     assert cli("translate").status == cli("evaluate").status == cli("average").status == 2
 
 

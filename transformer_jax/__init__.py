@@ -38,6 +38,7 @@ API = {
     "beam_search": "decoding.search",  # over a callback, knows no model
     "greedy_search": "decoding.search",
     "explain": "decoding.explain",  # explain(translator, texts): a search step by step
+    "score_pairs": "evaluation.pair_scores",  # score_pairs(translator, pairs): log-probabilities of given targets
     "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
     # What the commands do.
     "train": "commands",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from transformer_jax.decoding.search import beam_search, greedy_search
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.errors import UserError
+    from transformer_jax.evaluation.pair_scores import score_pairs
     from transformer_jax.evaluation.scores import score_corpus
     from transformer_jax.interop.convert import export_run, import_run
     from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention

@@ -126,7 +126,7 @@ def test_an_evaluation_that_overflows_is_said_as_json_and_in_words(monkeypatch, 
     found |= {"sentences_per_second": 1.0, "tokens_per_second": 1.0}
     monkeypatch.setattr(score_commands, "evaluate_runs", lambda *_, **__: [found])
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO()))
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(), isatty=lambda: False))
     assert cli.main(["evaluate", "r", "--json"]) == 0
     read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert read["perplexity"] is None

@@ -19,7 +19,7 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.text_files import read_lines
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import _check_lengths
+from transformer_jax.evaluation.evaluate import check_lengths
 
 MODEL = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 CONFIG = Config(model=MODEL, data=DataConfig(max_length=40, batch_tokens=200))
@@ -160,7 +160,7 @@ def test_a_hundred_thousand_identical_lines_and_one_of_a_megabyte(kind):
     assert make_batch(encoded, plan.rows(0), MODEL).src.shape[0] > 0
     last = Pairs(pairs.source[-2:], pairs.target[-2:], "here")
     with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens; .*take the pair out"):
-        _check_lengths(encode_pairs(last, tokenizers, MODEL), last, MODEL)
+        check_lengths(encode_pairs(last, tokenizers, MODEL), last, MODEL)
 
 
 @pytest.mark.parametrize("harm", ["emptied", "a flipped bit", "no list", "removed"])

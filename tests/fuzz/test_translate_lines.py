@@ -20,7 +20,7 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.search import SearchResult
-from transformer_jax.decoding.translator import Translator
+from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.model.transformer import Transformer
 
 
@@ -43,7 +43,11 @@ def translate(translator, monkeypatch):
 
     def call(stdin):
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-        for name, stream in (("stdin", SimpleNamespace(buffer=io.BytesIO(stdin))), ("stdout", out), ("stderr", err)):
+        for name, stream in (
+            ("stdin", SimpleNamespace(buffer=io.BytesIO(stdin), isatty=lambda: False)),
+            ("stdout", out),
+            ("stderr", err),
+        ):
             monkeypatch.setattr(sys, name, stream)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -169,7 +173,7 @@ def test_half_of_a_surrogate_pair_is_read_as_a_replacement(translator, said_back
 
 
 def test_a_translation_with_half_a_pair_is_written_all_the_same(monkeypatch, translate):
-    monkeypatch.setattr(
-        Translator, "load", lambda *_, **__: types.SimpleNamespace(translate=lambda texts: ["\ud800", "b"])
-    )
+    found = [[Hypothesis(text, 0.0, 0.0, 1)] for text in ("\ud800", "b")]
+    fake = types.SimpleNamespace(translate_n_best=lambda *_, **__: found)
+    monkeypatch.setattr(Translator, "load", lambda *_, **__: fake)
     assert translate(b"a\nb\n")[0] == b"?\nb\n"

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformer_jax.cli import experiments, models, pictures, runs, scores
+from transformer_jax.cli import experiments, models, pictures, runs, scores, translation
 from transformer_jax.cli.parsing import take_flag
 from transformer_jax.compilation_cache import use_compilation_cache
 from transformer_jax.determinism import make_deterministic
@@ -23,6 +23,7 @@ commands:
   train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
   translate RUN [...] < in.txt > out.txt                       translate, a line for each line
   evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss, speed; differences; --sweep
+  score RUN --source FILE --target FILE [...]                  log-probabilities of given translations
   average RUN [--last K|--minutes M|--steps S...]              average checkpoints
   attention RUN "SENTENCE" --output FILE [...]                 what the model attends to: a page, or a picture
   plot RUN|CONFIG... --output FILE [--panels NAME...]          learning curves, schedules, lengths, padding
@@ -45,8 +46,9 @@ transformer-jax COMMAND --help says more."""
 
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": runs.train,
-    "translate": runs.translate,
+    "translate": translation.translate,
     "evaluate": scores.evaluate,
+    "score": scores.score,
     "average": scores.average,
     "attention": pictures.attention,
     "plot": pictures.plot,

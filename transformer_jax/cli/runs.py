@@ -1,18 +1,16 @@
-"""Parsers of the commands that make and use runs: train, translate."""
+"""The parser of `train`, and what the parsers of commands on runs have in common."""
 
-import codecs
 import dataclasses
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag
+from transformer_jax.cli.parsing import FlagConversionOff, arg, parse, take_flag
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.distributed import Cluster, from_first, is_first, join
+from transformer_jax.distributed import Cluster, join
 from transformer_jax.recipes import load_recipe, numbers_config
 from transformer_jax.run.folder import RunFolder
 
@@ -58,62 +56,6 @@ def train(args: list[str]) -> None:
 def _run_name(recipe: str) -> str:
     path, _, name = recipe.partition(":")
     return Path(path).stem + (f"-{name}" if name else "")
-
-
-def translate(args: list[str]) -> None:
-    """`transformer-jax translate`."""
-
-    @dataclass(frozen=True)
-    class Translate:
-        run: Positional[Path]
-        """The run's folder."""
-        decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
-        explain: bool = False
-        """In place of translations, tell step by step how they are found; for a few lines."""
-        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
-
-    parsed = parse(
-        Translate,
-        "translate",
-        args,
-        default=Translate(MISSING, decoding_of(args)),
-        description="Reads lines on stdin and writes one translation for each on stdout. Defaults are the run's own.",
-    )
-    with_others = join_processes(parsed.cluster)
-    from transformer_jax.decoding.translator import Translator
-
-    translator = Translator.load(parsed.run, **given_fields(parsed.decoding, args))
-    if parsed.explain:
-        from transformer_jax.decoding.explain import explain
-
-        told = explain(translator, _stdin_lines()) if is_first() else []
-        sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
-        return
-    if with_others:
-        lines = from_first(_stdin_lines() if is_first() else None)
-        translations = translator.translate(lines, shared=True)
-    else:
-        translations = translator.translate(_stdin_lines())
-    for translation in translations if is_first() else ():
-        sys.stdout.buffer.write(translation.encode("utf-8", "replace") + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _stdin_lines() -> list[str]:
-    """Lines end at `\\n` alone. A `\\r` before it and a byte-order mark are dropped; what is not UTF-8: U+FFFD."""
-    data = sys.stdin.buffer.read()
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    if lines[-1] == b"":
-        lines.pop()
-    texts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            warnings.warn(f"line {number} is not UTF-8 at byte {error.start + 1}: read as U+FFFD", stacklevel=2)
-            text = line.decode("utf-8", "replace")
-        texts.append(text.removesuffix("\r"))
-    return texts
 
 
 def join_processes(cluster: Cluster) -> bool:

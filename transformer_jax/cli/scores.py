@@ -1,4 +1,4 @@
-"""Parsers of the commands that score and choose: evaluate, average."""
+"""Parsers of the commands that score and choose: evaluate, score, average."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -106,6 +106,37 @@ def _print_sweep(results: Iterable[dict[str, Any]], as_json: bool) -> None:
 
 def _setting(setting: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setting.items())
+
+
+def score(args: list[str]) -> None:
+    """`transformer-jax score`."""
+
+    @dataclass(frozen=True)
+    class Score:
+        run: Positional[Path]
+        """The run's folder."""
+        source: Path
+        """A text file of sentences."""
+        target: Path
+        """Their translations, line by line."""
+        format: Literal["text", "jsonl"] = "text"
+        """text: score, log-probability in nats, number of tokens (EOS counted), with tabs. jsonl: an object a line."""
+        checkpoint: str | None = None
+        """last, best, average or the number of a step; None: as the run says."""
+
+    parsed = parse(
+        Score, "score", args, default=None, description="How likely a run finds given translations, line by line."
+    )
+    from transformer_jax.data.pairs import Pairs
+    from transformer_jax.data.text_files import read_lines
+    from transformer_jax.decoding.translator import Translator
+    from transformer_jax.evaluation.pair_scores import score_pairs
+
+    pairs = Pairs(read_lines(parsed.source), read_lines(parsed.target), f"{parsed.source} and {parsed.target}")
+    chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
+    for one in score_pairs(Translator.load(parsed.run, **chosen), pairs):
+        plain = f"{one.score:.4f}\t{one.log_prob:.4f}\t{one.num_tokens}"
+        print(to_json(one._asdict()) if parsed.format == "jsonl" else plain)
 
 
 def average(args: list[str]) -> None:

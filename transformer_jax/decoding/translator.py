@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,13 +78,19 @@ class Translator:
         return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1, shared=shared)]
 
     def translate_n_best(
-        self, texts: Sequence[str], n_best: int, *, shared: bool = False, watch: Watch | None = None
+        self,
+        texts: Sequence[str],
+        n_best: int,
+        *,
+        shared: bool = False,
+        watch: Watch | None = None,
+        progress: Callable[[int], None] = lambda count: None,
     ) -> list[list[Hypothesis]]:
         """The best translations of each text, best first: `n_best` of them where the search found so many.
 
         With `stopping` paper, one that came to no EOS within its limit stands behind those that did. With `shared` all
         processes of a job call this with the same texts: each translates its share, and all get the whole. `watch` is
-        told what each step of a search did, as in `explain`.
+        told what each step of a search did, as in `explain`; `progress`, each time that some are done, how many.
 
         Raises:
             UserError: n_best is more than the beam, or the texts are one string.
@@ -131,6 +137,7 @@ class Translator:
                 for (indices, _), found in zip(batches, answers, strict=True):
                     for row, index in enumerate(indices):
                         results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+                    progress(len(indices))
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the batches to come
                 raise

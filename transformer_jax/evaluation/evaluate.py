@@ -100,7 +100,7 @@ def evaluate_pairs(
     tokenize = tokenize or tokenization_of(config)
     check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
-    _check_lengths(encoded, pairs, config.model)
+    check_lengths(encoded, pairs, config.model)
     model, limit = Transformer(config.model), max_logits(config.training)
     loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
     start = time.monotonic()
@@ -140,7 +140,7 @@ def check_direction(translator: Translator, pairs: Pairs, most: int = 100) -> No
     losses, unknown = [], []
     for source, target in (sides, sides[::-1]):
         encoded = encode_pairs(Pairs(source, target, pairs.origin), tokenizers, config.model)
-        _check_lengths(encoded, pairs, config.model)
+        check_lengths(encoded, pairs, config.model)
         model, limit = Transformer(config.model), max_logits(config.training)
         loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
         losses.append(loss)
@@ -160,7 +160,7 @@ class Validation:
         training = config.training
         self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
         self._model = Transformer(config.model)
-        _check_lengths(encoded, pairs, config.model)
+        check_lengths(encoded, pairs, config.model)
         self._batches = list(_batches(encoded, config, row_multiple(mesh), row_parts(mesh)))
         # Spread over the split, which may be sorted.
         count = min(max(training.valid_sentences, training.num_samples), len(pairs))
@@ -195,8 +195,12 @@ class Validation:
         return Evaluation(figures, shown)
 
 
-def _check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
-    """Nothing is left out of an evaluation, so every pair must fit the model."""
+def check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
+    """Nothing is left out of an evaluation, so every pair must fit the model.
+
+    Raises:
+        UserError: one does not.
+    """
     room = model.max_length - model.position_offset
     longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
     if longest.max() > _MAX_TOKENS:

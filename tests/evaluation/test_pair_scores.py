@@ -1,0 +1,71 @@
+"""Scores of given pairs against the model applied to one pair at a time, and against what the search says."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_commands import tiny_run
+
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.evaluation import pair_scores
+from transformer_jax.evaluation.pair_scores import score_pairs
+from transformer_jax.model.transformer import Transformer
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def translator(tiny):
+    return Translator.load(tiny.run)
+
+
+def by_hand(translator, source, target):
+    """log P of a target's tokens and EOS, and their number; padded to one length, so that one thing is compiled."""
+    model, width = translator.config.model, 64
+    (src,), (tgt,) = translator.tokenizers.source.encode([source]), translator.tokenizers.target.encode([target])
+    sides = [*src, model.eos_id], [model.bos_id, *tgt]
+    padded = [jnp.asarray(np.pad(np.array([ids], np.int32), ((0, 0), (0, width - len(ids))))) for ids in sides]
+    logits = np.asarray(jax.jit(Transformer(model).apply)({"params": translator.params}, *padded), np.float64)[0]
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return log_probs[np.arange(len(tgt) + 1), [*tgt, model.eos_id]].sum(), len(tgt) + 1
+
+
+@pytest.mark.parametrize("most_tokens", [4096, 40])
+def test_each_pair_is_what_it_is_alone(tiny, translator, monkeypatch, most_tokens):
+    monkeypatch.setattr(pair_scores, "_MOST_TOKENS", most_tokens)
+    pairs = read_split(tiny.config.data, "test")
+    pairs = Pairs([*pairs.source, "a dog", ""], [*pairs.target, "", "ein hund"], "here")
+    found = score_pairs(translator, pairs)
+    for one, source, target in zip(found, pairs.source, pairs.target, strict=True):
+        log_prob, count = by_hand(translator, source, target)
+        assert (one.log_prob, one.num_tokens) == (pytest.approx(log_prob, rel=1e-4), count)
+        assert one.score == pytest.approx(log_prob / ((5 + count) / 6) ** 0.6, rel=1e-4)  # the run's penalty
+
+
+def test_the_command_and_a_translation_of_its_own(tiny, translator, cli, tmp_path):
+    sources = ["the dog", "a cat sees the dog"]
+    hypotheses = [found[0] for found in translator.translate_n_best(sources, 1)]
+    for name, lines in (("source", sources), ("target", [one.text for one in hypotheses])):
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    files = ["--source", tmp_path / "source", "--target", tmp_path / "target"]
+    done = cli("score", tiny.run, *files)
+    assert (done.status, done.err) == (0, "")
+    rows = [json.loads(line) for line in cli("score", tiny.run, *files, "--format", "jsonl").out.splitlines()]
+    for line, row in zip(done.out.splitlines(), rows, strict=True):
+        assert line == f"{row['score']:.4f}\t{row['log_prob']:.4f}\t{row['num_tokens']}"
+    for row, one in zip(rows, hypotheses, strict=True):
+        ids = (*translator.tokenizers.target.encode([one.text])[0], translator.config.model.eos_id)
+        if ids == one.token_ids:  # the search may have found the text in other pieces, or no end
+            assert row["log_prob"] == pytest.approx(one.log_prob, rel=1e-4)
+            assert row["score"] == pytest.approx(one.score, rel=1e-4)
+    (tmp_path / "target").write_text("one\n")
+    wrong = cli("score", tiny.run, *files)
+    assert (wrong.status, wrong.out) == (1, "")
+    assert "2 source sentences and 1 target sentences" in wrong.err
