@@ -55,6 +55,18 @@ def test_a_machine_and_a_run_in_order(run, tiny):
     assert "checkpoint" not in lines
 
 
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on(run, monkeypatch):
+    def fails():
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(doctor, "_devices", fails)
+    status, lines = run()
+    assert status == 1
+    assert lines["devices"].startswith("FIX  devices: cannot be checked: ")
+    assert "the driver is too old" in lines["devices"]
+    assert lines["memory"].startswith("ok")
+
+
 def changed(tiny, **sections) -> Config:
     parts = {name: dataclasses.replace(getattr(tiny.config, name), **fields) for name, fields in sections.items()}
     return dataclasses.replace(tiny.config, **parts)

@@ -3,6 +3,7 @@ float32, and token ids that no table has a row for."""
 
 import dataclasses
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from transformer_jax.run.checkpoint import checkpoint_steps, load_params
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.training import divergence
 from transformer_jax.training.divergence import MAX_IN_A_ROW, find_bad
-from transformer_jax.training.state import dropout_rng
+from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.state import dropout_rng, init_rng, init_state
+from transformer_jax.training.step import train_step
 
 LAYER = "encoder/layer_0/"
 
@@ -76,6 +79,35 @@ def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
         found = find_bad(config, params, batch, dropout_rng(0), 1)
         assert found["first"].startswith(first), found
         assert found["parameters"] == found["outputs"] == []
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
+    """Finite logits that differ by more than float32 holds in a square: the norm of the gradient overflows."""
+    model, optimizer = Transformer(MODEL), make_optimizer(make_config().training, MODEL.d_model)
+    state = init_state(model, optimizer, init_rng(0))
+    table = state.params["embedding"]["table"]
+    # Large activations make large gradients; the softmax keeps the loss finite.
+    params = changed(state.params, "decoder/layer_0/feed_forward_norm/scale", 1e25)
+    params["embedding"]["table"] = table * 1e-6
+    state = state.replace(params=params)
+    new, metrics = jax.jit(partial(train_step, model=model, optimizer=optimizer))(state, make_batch(0), dropout_rng(0))
+    assert jnp.isfinite(metrics.loss)
+    assert not jnp.isfinite(metrics.grad_norm)
+    assert not metrics.updated
+    assert_same_bits(new.params, state.params)
+    assert_same_bits(new.opt_state, state.opt_state)
+    assert new.step == 1
+
+
+def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypatch):
+    calls = ["embedding", LAYER + "self_attention", LAYER + "feed_forward", "decoder/layer_0/feed_forward_norm"]
+    flags = {f"{number:06d} {name}": True for number, name in enumerate(calls)}
+    largest = jax.tree.map(lambda leaf: np.float32(np.inf), params)
+    monkeypatch.setattr(divergence, "_look", lambda *_, **__: (np.float32(1), flags, largest))
+    found = find_bad(make_config(), params, make_batch(0), dropout_rng(0), 1)
+    places = [next(i for i, path in enumerate(found["gradients"]) if path.startswith(name + "/")) for name in calls]
+    assert places == sorted(places, reverse=True)
+    assert len(found["gradients"]) == len(jax.tree.leaves(params))
 
 
 def test_parts_of_a_batch_are_looked_at_one_by_one(params):
