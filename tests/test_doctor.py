@@ -1,6 +1,7 @@
 """`transformer-jax doctor`: each check finds what it is for, and says what to do."""
 
 import dataclasses
+import re
 import shutil
 import warnings
 
@@ -86,6 +87,12 @@ def test_a_recipe_that_does_not_fit_here(run, tiny, tmp_path, sections, name, sa
     _, lines = run(tmp_path / "config.json")
     assert lines[name].startswith("FIX")
     assert said in lines[name]
+
+
+def test_an_average_of_the_parameters_needs_room_too(tiny, tmp_path):
+    facts = [doctor._disk(config, tmp_path) for config in (tiny.config, changed(tiny, training={"ema_decay": 0.9}))]
+    plain, averaged = (float(re.search(r"7 checkpoints need ([\d.]+) ", fact)[1]) for fact in facts)
+    assert averaged / plain == pytest.approx(4 / 3, rel=0.01)
 
 
 def test_a_run_with_damaged_files(run, tiny, tmp_path):

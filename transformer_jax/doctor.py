@@ -180,9 +180,10 @@ def _memory(config: Config | None) -> str:
         room = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         facts.append(f"{_bytes(room)} free on a device")
     if config is not None:
-        # Parameters, their gradients and Adam's two averages; they are split along fsdp and tensor.
+        # Parameters, their gradients, Adam's two averages, and their own; they are split along fsdp and tensor.
         split = config.training.mesh_fsdp * config.training.mesh_tensor
-        needed = 4 * _parameter_bytes(config) // (split if stats else 1)
+        copies = 5 if config.training.ema_decay else 4
+        needed = copies * _parameter_bytes(config) // (split if stats else 1)
         facts.append(f"parameters, gradients and Adam need {_bytes(needed)}, activations beside it")
         if total and needed > room:
             raise _FixError(f"{'; '.join(facts)}: a smaller model, or training.mesh_fsdp over more devices")
@@ -209,7 +210,8 @@ def _disk(config: Config, folder: Path) -> str:
     """Room for the checkpoints that are kept, the best one, and the one that is being written."""
     free = shutil.disk_usage(folder).free
     number = config.training.keep_checkpoints + 2
-    needed = number * 3 * _parameter_bytes(config)
+    copies = 4 if config.training.ema_decay else 3  # the parameters, Adam's two, and their average
+    needed = number * copies * _parameter_bytes(config)
     fact = f"{_bytes(free)} free in {folder}, {number} checkpoints need {_bytes(needed)}"
     if free < needed:
         raise _FixError(f"{fact}: free some, put --workdir elsewhere, or lower training.keep_checkpoints")
