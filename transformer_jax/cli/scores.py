@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
 from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
@@ -11,6 +11,9 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.distributed import Cluster, is_first
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.strict_json import to_json
+
+if TYPE_CHECKING:
+    from transformer_jax.data.pairs import Pairs
 
 
 def evaluate(args: list[str]) -> None:
@@ -54,20 +57,14 @@ def evaluate(args: list[str]) -> None:
         usage_error("evaluate", "--source and --reference go together")
     join_processes(parsed.cluster)
     from transformer_jax import score_commands
-    from transformer_jax.data.pairs import Pairs
-    from transformer_jax.data.text_files import read_lines
     from transformer_jax.evaluation.report import say_difference, say_result
 
-    pairs = None
-    if parsed.source is not None:
-        pairs = Pairs(
-            read_lines(parsed.source), read_lines(parsed.reference), f"{parsed.source} and {parsed.reference}"
-        )
+    pairs = None if parsed.source is None else _read_pairs(parsed.source, parsed.reference)
     given, options = given_fields(parsed.decoding, args), {"tokenize": parsed.tokenize, "lowercase": parsed.lowercase}
     if parsed.sweep:
         for run in parsed.runs:
             results = score_commands.sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
-            _print_sweep(list(results) if parsed.json else results, parsed.json)
+            _print_sweep(results, parsed.json)
         return
     results = score_commands.evaluate_runs(
         parsed.runs, pairs, parsed.split or "test", num_samples=parsed.bootstrap, **options, **given
@@ -127,16 +124,21 @@ def score(args: list[str]) -> None:
     parsed = parse(
         Score, "score", args, default=None, description="How likely a run finds given translations, line by line."
     )
-    from transformer_jax.data.pairs import Pairs
-    from transformer_jax.data.text_files import read_lines
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation.pair_scores import score_pairs
 
-    pairs = Pairs(read_lines(parsed.source), read_lines(parsed.target), f"{parsed.source} and {parsed.target}")
+    pairs = _read_pairs(parsed.source, parsed.target)
     chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
     for one in score_pairs(Translator.load(parsed.run, **chosen), pairs):
         plain = f"{one.score:.4f}\t{one.log_prob:.4f}\t{one.num_tokens}"
         print(to_json(one._asdict()) if parsed.format == "jsonl" else plain)
+
+
+def _read_pairs(source: Path, target: Path) -> "Pairs":
+    from transformer_jax.data.pairs import Pairs
+    from transformer_jax.data.text_files import read_lines
+
+    return Pairs(read_lines(source), read_lines(target), f"{source} and {target}")
 
 
 def average(args: list[str]) -> None:

@@ -59,6 +59,7 @@ def translate(args: list[str]) -> None:
     if not with_others and sys.stdin.isatty():
         for number, line in enumerate(_conversation()):
             _write(number, line, translator.translate_n_best([line], parsed.n_best)[0], parsed.n_best, parsed.format)
+            sys.stdout.buffer.flush()
         return
     lines = from_first(_stdin_lines() if is_first() else None) if with_others else _stdin_lines()
     progress = _Progress(len(lines), enabled=is_first() and not with_others)
@@ -80,8 +81,6 @@ def _write(number: int, line: str, found: "Sequence[Hypothesis]", n_best: int, f
         rows = [f"{number} ||| {one.text} ||| {one.score:.4f}" for one in found]
     for row in rows:
         sys.stdout.buffer.write(row.encode("utf-8", "replace") + b"\n")
-    if sys.stdin.isatty():
-        sys.stdout.buffer.flush()
 
 
 def _conversation() -> Iterator[str]:

@@ -46,12 +46,16 @@ def share_out(values: list[int], config: DataConfig) -> dict[Split, list[int]]:
     >>> share_out([5, 6, 7, 8], DataConfig(numbers_train=2, numbers_valid=0, numbers_test=1))
     {'test': [5], 'train': [6, 7]}
     """
-    sizes = {"test": config.numbers_test, "valid": config.numbers_valid, "train": config.numbers_train}
+    sizes: dict[Split, int] = {
+        "test": config.numbers_test,
+        "valid": config.numbers_valid,
+        "train": config.numbers_train,
+    }
     shares: dict[Split, list[int]] = {}
     start = 0
     for split, size in sizes.items():
         if size:
-            shares[split] = values[start : start + size]  # type: ignore[index]
+            shares[split] = values[start : start + size]
         start += size
     return shares
 

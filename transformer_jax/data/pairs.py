@@ -93,6 +93,6 @@ def clean_sentence(value: Any, where: str) -> str:
             raise UserError(f"{where} is {value!r:.80}; it must be text")
         if not value.isascii():
             value.encode("utf-8")
-    except UnicodeError as error:
-        raise UserError(f"{where}: not valid UTF-8: {error.reason}; put the text right") from error  # type: ignore[attr-defined]
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise UserError(f"{where}: not valid UTF-8: {error.reason}; put the text right") from error
     return value.replace("\r\n", " ").replace("\n", " ")
