@@ -29,7 +29,7 @@ def loads(monkeypatch):
     """The calls of `Translator.load`, which then says each line back, reversed."""
     seen = []
 
-    def load(run, **decoding):
+    def load(run, ensemble=(), **decoding):
         seen.append((Path(run), decoding))
         return types.SimpleNamespace(
             translate_n_best=lambda texts, n, **_: [[Hypothesis(text[::-1], 0.0, 0.0, 1)] for text in texts]

@@ -43,7 +43,7 @@ def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkey
     options = ["--split", "valid", "--lowercase", "--tokenize", "intl", "--bootstrap", "20"]
     done = cli("evaluate", "--max-extra", "3", tiny.run, other, *options)
     assert (done.status, done.err) == (0, "")
-    assert seen == [(tiny.run, {"max_extra": 3}), (other, {"max_extra": 3})]
+    assert seen == [(run, {"ensemble": (), "max_extra": 3}) for run in (tiny.run, other)]
     lines = done.out.splitlines()
     first, second = lines[:13], lines[13:]
     assert (first[0], second[0]) == (f"{tiny.run}, checkpoint last", f"{other}, checkpoint last")

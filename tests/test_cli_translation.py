@@ -1,17 +1,24 @@
 """The command translate: several translations of a line, JSON lines, a conversation, progress."""
 
+import dataclasses
 import io
 import json
 import sys
 import types
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 from test_commands import tiny_run
 
 from transformer_jax import cli as module
 from transformer_jax.cli import translation
+from transformer_jax.decoding.alignment import align
+from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer
 
 LINES = ["the dog", "", "a \ud83d\udc15 dog".encode("utf-16", "surrogatepass").decode("utf-16")]
 
@@ -51,12 +58,115 @@ def test_json_lines(cli, tiny, translator):
         assert (found["score"], found["log_prob"]) == pytest.approx((best.score, best.log_prob), rel=1e-5)
 
 
-def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, translator, monkeypatch, capsys):
-    written, typed = io.BytesIO(), iter(LINES)
-    seen = []
+def test_json_lines_with_an_alignment(cli, tiny, translator):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-extra", "2", "--format", "jsonl", "--alignment", stdin=stdin)
+    rows = [json.loads(line) for line in done.out.split("\n")[:-1]]
+    aligned = align(translator, LINES, translator.translate_n_best(LINES, 1))
+    for row, (one,) in zip(rows, aligned, strict=True):
+        (found,) = row["translations"]
+        assert row["source_tokens"] == list(one.source_tokens)
+        assert found["tokens"] == list(one.target_tokens)
+        assert found["alignment"] == [list(pair) for pair in one.pairs]
+        assert len(found["alignment"]) == len(found["tokens"])
+    assert rows[1]["source_tokens"] == rows[1]["translations"][0]["alignment"] == []
+    assert sum(len(row["source_tokens"]) for row in rows) > 3
+    without = cli("translate", tiny.run, "--max-extra", "2", "--format", "jsonl", stdin=stdin)
+    assert "alignment" not in without.out
+    assert 'tokens":' not in without.out.replace("num_tokens", "")
+
+
+def test_draws(cli, tiny, translator):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    how = ["--max-extra", "2", "--sample", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95"]
+    done = cli("translate", tiny.run, *how, "--seed", "3", "--n-best", "3", stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
+    expected = translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
+    assert done.out.split("\n")[:-1] == [
+        f"{number} ||| {one.text} ||| {one.score:.4f}" for number, found in enumerate(expected) for one in found
+    ]
+    assert [len(found) for found in expected] == [3, 1, 3]
+    assert len({one.token_ids for one in expected[0]}) > 1
+    assert expected == translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
+    assert expected != translator.translate_n_best(LINES, 3, sampling=sampling, seed=4)
+    # A line is drawn by its number: what the others are changes nothing.
+    others = translator.translate_n_best(["two", "a", LINES[2]], 3, sampling=sampling, seed=3)
+    assert [one.token_ids for one in others[2]] == [one.token_ids for one in expected[2]]
+    with pytest.raises(UserError, match=r"n_best is 0; it must be at least 1$"):
+        translator.translate_n_best(LINES, 0, sampling=sampling)
+
+
+def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-extra", "2", "--prefix", "zwei katze", stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    first, empty, third = done.out.split("\n")[:-1]
+    assert first.startswith("zwei katze")
+    assert third.startswith("zwei katze")
+    assert empty == "", "an empty line stays empty"
+    file = tmp_path / "prefixes"
+    file.write_text("drei\n\n\n")
+    done = cli("translate", tiny.run, "--max-extra", "2", "--prefixes", file, stdin=stdin)
+    assert done.out.split("\n")[:-1] == [
+        translator.translate_n_best(LINES[:1], 1, prefixes=["drei"])[0][0].text,
+        "",
+        translator.translate(LINES)[2],
+    ]
+    explained = cli("translate", tiny.run, "--max-extra", "2", "--prefix", "drei", "--explain", stdin=b"the dog\n")
+    assert explained.status == 0
+    assert explained.out.rstrip().rpartition("tokens: ")[2].startswith("drei")
+    # One that is longer than the limit is whole, and followed by something.
+    long = "ein der rot blau hund katze haus baum"
+    (found,) = translator.translate_n_best(["a"], 1, prefixes=[long])[0]
+    assert found.text.startswith(long)
+    assert found.num_tokens > len(translator.tokenizers.target.encode([long])[0])
+    wrong = cli("translate", tiny.run, "--prefixes", file, stdin=b"one line\n")
+    assert (wrong.status, wrong.out) == (1, "")
+    assert "3 prefixes for 1 texts; each text needs one, which may be empty" in wrong.err
+
+
+def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
+    config = translator.config
+    model = dataclasses.replace(config.model, positions="learned", max_length=9)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Transformer(model).init(jax.random.key(0), tokens, tokens)["params"]
+    short = Translator(
+        dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, max_length=9)),
+        params,
+        translator.tokenizers,
+    )
+    count = len(translator.tokenizers.target.encode(["ein der"])[0])
+    assert count <= 8
+    found = short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der"])
+    assert found[1][0].text.startswith("ein der")
+    with pytest.raises(UserError, match=r"the prefix of line 2 has .* more than the 9 positions of the model"):
+        short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der rot blau hund katze haus"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "3"], "--top-k goes with --sample"),
+        (["--seed=3"], "--seed goes with --sample"),
+        (["--sample", "--explain"], "--explain tells of a search"),
+        (["--alignment"], "--alignment goes with --format jsonl"),
+        (["--prefix", "a", "--prefixes", "b"], "exclude each other"),
+        (["--sample", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
+    ],
+)
+def test_flags_that_mean_nothing_together_are_refused(cli, tiny, flags, message):
+    done = cli("translate", tiny.run, *flags, stdin=b"a\n")
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+
+
+def converse(monkeypatch, lines, *args):
+    """(prompt, what was written before it) of a conversation with `transformer-jax translate`."""
+    written, typed, seen = io.BytesIO(), iter(lines), []
 
     def answer(prompt):
-        seen.append((prompt, written.getvalue().decode().splitlines()))
+        seen.append((prompt, written.getvalue().decode().split("\n")[:-1]))
         try:
             return next(typed)
         except StopIteration:
@@ -66,10 +176,22 @@ def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, transla
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(buffer=written, flush=lambda: None))
-    assert module.main(["translate", str(tiny.run), "--max-extra", "2"]) == 0
+    assert module.main(["translate", *map(str, args)]) == 0
+    return seen
+
+
+def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, translator, monkeypatch, capsys):
+    seen = converse(monkeypatch, LINES, tiny.run, "--max-extra", "2")
     expected = translator.translate(LINES)
     assert seen == [("> ", expected[:count]) for count in range(4)]
     assert "Ctrl-D ends" in capsys.readouterr().err
+
+
+def test_a_line_that_is_typed_twice_is_drawn_twice(tiny, translator, monkeypatch):
+    seen = converse(monkeypatch, ["the dog"] * 3, tiny.run, "--max-extra", "2", "--sample", "--prefix", "drei")
+    drawn = seen[-1][1]
+    assert len(set(drawn)) == 3
+    assert all(text.startswith("drei") for text in drawn)
 
 
 def test_progress_is_said_every_ten_seconds_and_not_for_less(monkeypatch, capsys):

@@ -177,6 +177,7 @@ def test_opus_books_is_cut_into_three_splits(library):
         ("multi30k_en_fr:raw", ("train", "val", "test_2016_flickr")),
         ("multi30k_en_fr:bpe10k", ("train", "valid", "test.2016")),
         ("en_fr_small", ("train", "dev", "test")),
+        ("own_text", ("train", "valid", "test")),
         ("parsing_wsj:paper", ("train", "valid", None)),
     ],
 )

@@ -35,8 +35,10 @@ API = {
     "Batch": "types",
     # Decoding and evaluation.
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
-    "beam_search": "decoding.search",  # over a callback, knows no model
-    "greedy_search": "decoding.search",
+    "beam_search": "decoding.beam_search",  # over a callback, knows no model
+    "greedy_search": "decoding.greedy_search",
+    "Sampling": "decoding.sampling",  # what tokens are drawn from, in place of a search
+    "align": "decoding.alignment",  # align(translator, texts, translations): source tokens of target tokens
     "explain": "decoding.explain",  # explain(translator, texts): a search step by step
     "score_pairs": "evaluation.pair_scores",  # score_pairs(translator, pairs): log-probabilities of given targets
     "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
@@ -66,8 +68,11 @@ if TYPE_CHECKING:
         TokenizerConfig,
         TrainingConfig,
     )
+    from transformer_jax.decoding.alignment import align
+    from transformer_jax.decoding.beam_search import beam_search
     from transformer_jax.decoding.explain import explain
-    from transformer_jax.decoding.search import beam_search, greedy_search
+    from transformer_jax.decoding.greedy_search import greedy_search
+    from transformer_jax.decoding.sampling import Sampling
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.errors import UserError
     from transformer_jax.evaluation.pair_scores import score_pairs

@@ -35,11 +35,12 @@ def evaluate_runs(
     tokenize: str | None = None,
     lowercase: bool = False,
     num_samples: int = 1000,
+    ensemble: Sequence[str | Path] = (),
     **decoding: Any,
 ) -> Iterator[dict[str, Any]]:
     """Scores runs on given pairs, or on a split of their own corpora.
 
-    Keyword arguments after `num_samples` replace fields of the runs' `decoding` sections.
+    Keyword arguments after `ensemble` replace fields of the runs' `decoding` sections.
 
     Args:
         runs: their folders.
@@ -48,6 +49,7 @@ def evaluate_runs(
         tokenize: sacreBLEU's tokenisation of the main figure; None: as `tokenization_of` says.
         lowercase: the main figure without case.
         num_samples: of the bootstrap; 0: no intervals.
+        ensemble: more runs, which each of `runs` is scored together with.
 
     Yields:
         A result for each run; where it was scored on the same references as the first, with the significance of the
@@ -58,7 +60,7 @@ def evaluate_runs(
     """
     first: Report | None = None
     for run in runs:
-        translator = Translator.load(run, **decoding)
+        translator = Translator.load(run, ensemble=ensemble, **decoding)
         config = translator.config
         if pairs is not None:
             check_direction(translator, pairs)
@@ -66,6 +68,8 @@ def evaluate_runs(
         report = evaluate_pairs(translator, given, tokenize=tokenize, lowercase=lowercase)
         check_complete(report, given)
         result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
+        if ensemble:
+            result["ensemble"] = [str(other) for other in ensemble]
         if is_first():
             is_tokenized, language = config.tokenizer.kind == "presegmented", config.data.target_language
             sides = report.translations, report.references

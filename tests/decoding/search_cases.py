@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.search import SearchResult, beam_search, reorder_rows
+from transformer_jax.decoding.beam_search import beam_search, reorder_rows
+from transformer_jax.decoding.hypotheses import SearchResult
 
 PAD, EOS, START, UNK = 0, 1, 2, 3
 STOPPINGS = ("paper", "huggingface", "ctranslate2")
@@ -112,13 +113,16 @@ def check(result: SearchResult, row: int, expected: list[tuple[float, list[int],
 # --------------------------------------------------------------------------------------------------------- references
 
 
-def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,)):
-    """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first."""
+def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=()):
+    """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first.
+
+    With a prefix: of those that begin with it.
+    """
     allowed = [token for token in range(model.v) if token not in forbidden]
     ended, cut = [], []
     for length in range(1, limit + 1):
         for tokens in itertools.product(allowed, repeat=length):
-            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < limit):
+            if EOS in tokens[:-1] or (tokens[-1] != EOS and length < limit) or tokens[: len(prefix)] != tuple(prefix):
                 continue
             log_prob = sum(model.log_probs(sentence, tokens[:i])[token] for i, token in enumerate(tokens))
             hypothesis = (log_prob / penalty(kind, length, alpha), list(tokens), log_prob)

@@ -14,8 +14,10 @@ from test_translator import make
 from transformer_jax import cli
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding import explain as module
+from transformer_jax.decoding.beam_search import beam_search
 from transformer_jax.decoding.explain import explain
-from transformer_jax.decoding.search import Watched, beam_search, greedy_search
+from transformer_jax.decoding.greedy_search import greedy_search
+from transformer_jax.decoding.search_loop import Watched
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 

@@ -23,7 +23,9 @@ from search_cases import (
 )
 
 from transformer_jax.decoding import stopping
-from transformer_jax.decoding.search import SearchResult, greedy_search, reorder_rows
+from transformer_jax.decoding.beam_search import beam_search, reorder_rows
+from transformer_jax.decoding.greedy_search import greedy_search
+from transformer_jax.decoding.hypotheses import SearchResult
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
@@ -185,6 +187,67 @@ def test_beam_search_refuses_what_it_cannot_do():
         beams(Model(5), [0], [2], k=2, stopping="never")
 
 
+# ----------------------------------------------------------------------------------------------------------- prefixes
+
+
+def prefixed(model, sentences, limits, prefixes, *, k, **options) -> SearchResult:
+    """`beam_search` with prefixes, jitted, as NumPy arrays."""
+    width, max_length = max(map(len, prefixes)), max(limits)
+    rows = jnp.array([[*prefix, *[-1] * (width - len(prefix))] for prefix in prefixes], jnp.int32)
+
+    @quick_jit
+    def run(state, limits):
+        return beam_search(
+            model.step,
+            state,
+            beam_size=k,
+            max_lengths=limits,
+            max_length=max_length,
+            start_id=START,
+            eos_id=EOS,
+            pad_id=PAD,
+            prefix=rows,
+            **options,
+        )
+
+    return jax.tree.map(np.asarray, run(model.state(sentences, k), jnp.asarray(limits)))
+
+
+@pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
+def test_a_wide_beam_with_a_prefix_finds_what_enumeration_finds_of_those_that_begin_with_it(kind, alpha):
+    """Prefixes of several lengths in one batch, none among them, and one that no search would begin with."""
+    model = Model(5)
+    prefixes = [(), (4,), (2, 3), (3, 4, 2), (4, 4)]
+    worst = int(np.argmin(model.log_probs(0, ())[1:]) + 1)
+    prefixes[1] = (worst,) if worst != EOS else (4,)
+    result = prefixed(model, range(5), [4] * 5, prefixes, k=125, n_best=3, length_penalty=kind, alpha=alpha)
+    for row, prefix in enumerate(prefixes):
+        check(result, row, enumerate_all(model, row, 4, kind, alpha, prefix=prefix)[:3], 4)
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_a_prefix_leaves_the_others_of_its_batch_alone(stopping):
+    model = Model(13, 1.5)
+    sentences, limits = list(range(12)), [9] * 12
+    prefixes = [(5, 7) if row % 3 == 0 else () for row in sentences]
+    options = {"k": 3, "n_best": 2, "stopping": stopping, "forbidden_ids": (UNK,)}
+    free = beams(model, sentences, limits, **options)
+    result = prefixed(model, sentences, limits, prefixes, **options)
+    for row, prefix in enumerate(prefixes):
+        assert result.tokens[row, 0, : len(prefix)].tolist() == list(prefix)
+        if not prefix:
+            jax.tree.map(lambda one, other: np.testing.assert_array_equal(one[row], other[row]), result, free)  # noqa: B023  called at once
+
+
+def test_a_prefix_may_have_what_is_forbidden_elsewhere():
+    model = Model(9)
+    result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,))
+    assert result.tokens[0, 0, :2].tolist() == [UNK, 5]
+    assert UNK not in result.tokens[0, 0, 2:]
+    total = sum(model.log_probs(3, result.tokens[0, 0, :i].tolist())[t] for i, t in enumerate(result.tokens[0, 0]) if t)
+    assert result.log_probs[0, 0] == pytest.approx(total, rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------------------- greedy
 
 
@@ -207,18 +270,22 @@ def greedy(model, sentences, limits, width, **options) -> SearchResult:
     return jax.tree.map(np.asarray, run(model.state(sentences), jnp.asarray(limits)))
 
 
-@pytest.mark.parametrize("forbidden", [(), (3, 4)])
-def test_greedy_is_a_loop_of_argmax(forbidden):
+@pytest.mark.parametrize(("forbidden", "prefix"), [((), ()), ((3, 4), ()), ((3, 4), (4, 6))])
+def test_greedy_is_a_loop_of_argmax(forbidden, prefix):
     model = Model(9, 0.5)
     limits = [i % 8 for i in range(24)]
-    result = greedy(model, range(24), limits, 7, forbidden_ids=forbidden)
+    begins = jnp.array([prefix] * 24, jnp.int32) if prefix else None
+    result = greedy(model, range(24), limits, 7, forbidden_ids=forbidden, prefix=begins)
     ended = 0
     for sentence, limit in enumerate(limits):
         tokens, total = [], 0.0
         while len(tokens) < limit and EOS not in tokens:
             log_probs = np.array(model.log_probs(sentence, tokens))
-            log_probs[[PAD, *forbidden]] = -np.inf
-            tokens.append(int(np.argmax(log_probs)))
+            if len(tokens) < len(prefix):
+                tokens.append(prefix[len(tokens)])
+            else:
+                log_probs[[PAD, *forbidden]] = -np.inf
+                tokens.append(int(np.argmax(log_probs)))
             total += log_probs[tokens[-1]]
         check(result, sentence, [(total, tokens, total)], 7)
         ended += EOS in tokens

@@ -18,8 +18,9 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.decoding import cached_search
 from transformer_jax.decoding import translator as module
-from transformer_jax.decoding.search import SearchResult
-from transformer_jax.decoding.translator import Translator, padded_length, search
+from transformer_jax.decoding.batches import padded_length
+from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.translator import Translator, search
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.types import EOS_ID
@@ -120,10 +121,10 @@ def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, mo
     assert shapes(translator) == {(64, 8)}
     for beam_size, expected in ((1, (128, 8)), (4, (64, 8))):
         large = make(decoding={"batch_tokens": 8192, "beam_size": beam_size}, max_length=256)
-        weights = large._prepare()
+        (weights,) = large._prepare()
         embedding = np.broadcast_to(np.float32(0), (26 * 10**6, 1))
         weights = weights._replace(decoder=weights.decoder._replace(embedding=embedding))
-        monkeypatch.setattr(large, "_prepare", lambda weights=weights: weights)
+        monkeypatch.setattr(large, "_prepare", lambda weights=weights: (weights,))
         assert shapes(large) == {expected}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert shapes(translator) == {(512, 8)}

@@ -10,8 +10,8 @@ from test_commands import tiny_run
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
+from transformer_jax.decoding import batches
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation import pair_scores
 from transformer_jax.evaluation.pair_scores import score_pairs
 from transformer_jax.model.transformer import Transformer
 
@@ -39,7 +39,7 @@ def by_hand(translator, source, target):
 
 @pytest.mark.parametrize("most_tokens", [4096, 40])
 def test_each_pair_is_what_it_is_alone(tiny, translator, monkeypatch, most_tokens):
-    monkeypatch.setattr(pair_scores, "_MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(batches, "_MOST_PAIR_TOKENS", most_tokens)
     pairs = read_split(tiny.config.data, "test")
     pairs = Pairs([*pairs.source, "a dog", ""], [*pairs.target, "", "ein hund"], "here")
     found = score_pairs(translator, pairs)

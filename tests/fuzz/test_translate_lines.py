@@ -19,7 +19,7 @@ from transformer_jax.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.decoding import translator as module
-from transformer_jax.decoding.search import SearchResult
+from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.model.transformer import Transformer
 

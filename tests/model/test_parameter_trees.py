@@ -29,6 +29,7 @@ RECIPES = {
     "iwslt14_de_en": "configs/iwslt14_de_en.py",
     "opus_books_en_it": "configs/opus_books_en_it.py",
     "en_fr_small": "configs/en_fr_small.py",
+    "own_text": "configs/own_text.py",
     "toy_pairs": "configs/toy_pairs.py",
     "copy_task_small": "configs/copy_task.py:small",
     "copy_task_annotated": "configs/copy_task.py:annotated",

@@ -34,6 +34,8 @@ def evaluate(args: list[str]) -> None:
         """sacreBLEU's tokenisation of the first figure; None: 13a, or none where the corpus is tokenised already."""
         lowercase: bool = False
         """The first figure without case."""
+        ensemble: tuple[Path, ...] = ()
+        """More runs, to score RUN together with: the mean of their probabilities."""
         bootstrap: int = 1000
         """Samples of the sentences for intervals and significance; 0: none."""
         sweep: tuple[str, ...] = ()
@@ -60,7 +62,8 @@ def evaluate(args: list[str]) -> None:
     from transformer_jax.evaluation.report import say_difference, say_result
 
     pairs = None if parsed.source is None else _read_pairs(parsed.source, parsed.reference)
-    given, options = given_fields(parsed.decoding, args), {"tokenize": parsed.tokenize, "lowercase": parsed.lowercase}
+    given = given_fields(parsed.decoding, args)
+    options = {"tokenize": parsed.tokenize, "lowercase": parsed.lowercase, "ensemble": parsed.ensemble}
     if parsed.sweep:
         for run in parsed.runs:
             results = score_commands.sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
@@ -76,7 +79,7 @@ def evaluate(args: list[str]) -> None:
         if parsed.json:
             print(to_json(result), flush=True)
             continue
-        print(f"{result['run']}, checkpoint {result['checkpoint']}")
+        print(f"{' + '.join([result['run'], *result.get('ensemble', [])])}, checkpoint {result['checkpoint']}")
         say_result(result, print)
         if first is not None and parsed.bootstrap:
             say_difference(result, first, print)
@@ -120,6 +123,8 @@ def score(args: list[str]) -> None:
         """text: score, log-probability in nats, number of tokens (EOS counted), with tabs. jsonl: an object a line."""
         checkpoint: str | None = None
         """last, best, average or the number of a step; None: as the run says."""
+        ensemble: tuple[Path, ...] = ()
+        """More runs: the mean of their probabilities."""
 
     parsed = parse(
         Score, "score", args, default=None, description="How likely a run finds given translations, line by line."
@@ -129,7 +134,7 @@ def score(args: list[str]) -> None:
 
     pairs = _read_pairs(parsed.source, parsed.target)
     chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
-    for one in score_pairs(Translator.load(parsed.run, **chosen), pairs):
+    for one in score_pairs(Translator.load(parsed.run, ensemble=parsed.ensemble, **chosen), pairs):
         plain = f"{one.score:.4f}\t{one.log_prob:.4f}\t{one.num_tokens}"
         print(to_json(one._asdict()) if parsed.format == "jsonl" else plain)
 

@@ -8,16 +8,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from transformer_jax.cli.parsing import MISSING, Positional, arg, parse
+from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
 from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
 from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.distributed import Cluster, from_first, is_first
 from transformer_jax.strict_json import to_json
 
 if TYPE_CHECKING:
-    from transformer_jax.decoding.translator import Hypothesis
+    from transformer_jax.decoding.alignment import Alignment
+    from transformer_jax.decoding.translator import Hypothesis, Translator
 
 SECONDS_BETWEEN_REPORTS = 10.0
 
@@ -33,7 +35,21 @@ def translate(args: list[str]) -> None:
         """So many translations of each line, at most the beam; as text they are written `LINE ||| TEXT ||| SCORE`."""
         format: Literal["text", "jsonl"] = "text"
         """jsonl: an object for each line, with its translations, their scores and log-probabilities."""
+        alignment: bool = False
+        """In JSON lines: the tokens too, and which of the source each of a translation comes from, by
+        cross-attention."""
+        prefix: str | None = None
+        """What every translation begins with."""
+        prefixes: Path | None = None
+        """A file with what each line's translation begins with; an empty line leaves it free."""
+        ensemble: tuple[Path, ...] = ()
+        """More runs with the same tokenizers, to translate together: the mean of their probabilities."""
         decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
+        sample: bool = False
+        """Draw each token at random, rather than search for the most probable; `n_best` draws of each line."""
+        sampling: Annotated[Sampling, arg(name="")] = field(default_factory=Sampling)
+        seed: int = 0
+        """Of the draws: the same seed, the same draws for the same lines in the same order."""
         explain: bool = False
         """In place of translations, tell step by step how they are found; for a few lines."""
         cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
@@ -46,36 +62,88 @@ def translate(args: list[str]) -> None:
         description="Reads lines on stdin and writes one translation for each on stdout. On a terminal each line is "
         "answered at once. Defaults are the run's own.",
     )
+    _check_usage(parsed, args)
     with_others = join_processes(parsed.cluster)
+    from transformer_jax.data.text_files import read_lines
     from transformer_jax.decoding.translator import Translator
 
-    translator = Translator.load(parsed.run, **given_fields(parsed.decoding, args))
+    translator = Translator.load(parsed.run, ensemble=parsed.ensemble, **given_fields(parsed.decoding, args))
+    given = None if parsed.prefixes is None else read_lines(parsed.prefixes)
+
+    def prefixes(count: int) -> Sequence[str] | None:
+        return given if parsed.prefix is None else [parsed.prefix] * count
+
     if parsed.explain:
         from transformer_jax.decoding.explain import explain
 
-        told = explain(translator, _stdin_lines()) if is_first() else []
+        lines = _stdin_lines() if is_first() else []
+        told = explain(translator, lines, prefixes=prefixes(len(lines))) if is_first() else []
         sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
         return
+    options: dict[str, Any] = {"sampling": parsed.sampling if parsed.sample else None}
     if not with_others and sys.stdin.isatty():
         for number, line in enumerate(_conversation()):
-            _write(number, line, translator.translate_n_best([line], parsed.n_best)[0], parsed.n_best, parsed.format)
+            # Another seed for each line: who types a line twice wants another draw.
+            options |= {"prefixes": prefixes(1), "seed": parsed.seed + number}
+            found = translator.translate_n_best([line], parsed.n_best, **options)
+            _write(number, line, found[0], _alignments(translator, [line], found, parsed.alignment)[0], parsed)
             sys.stdout.buffer.flush()
         return
     lines = from_first(_stdin_lines() if is_first() else None) if with_others else _stdin_lines()
     progress = _Progress(len(lines), enabled=is_first() and not with_others)
-    found = translator.translate_n_best(lines, parsed.n_best, shared=with_others, progress=progress)
-    for number, (line, hypotheses) in enumerate(zip(lines, found, strict=True)) if is_first() else ():
-        _write(number, line, hypotheses, parsed.n_best, parsed.format)
+    options |= {"prefixes": prefixes(len(lines)), "seed": parsed.seed, "shared": with_others, "progress": progress}
+    found = translator.translate_n_best(lines, parsed.n_best, **options)
+    if is_first():
+        aligned = _alignments(translator, lines, found, parsed.alignment)
+        for number, (line, hypotheses, alignments) in enumerate(zip(lines, found, aligned, strict=True)):
+            _write(number, line, hypotheses, alignments, parsed)
     sys.stdout.buffer.flush()
 
 
-def _write(number: int, line: str, found: "Sequence[Hypothesis]", n_best: int, form: str) -> None:
+def _check_usage(parsed: Any, args: Sequence[str]) -> None:
+    """Flags that mean nothing together are refused, rather than ignored."""
+    flags = [flag for flag in ("--temperature", "--top-k", "--top-p", "--seed") if _is_given(flag, args)]
+    if flags and not parsed.sample:
+        usage_error("translate", f"{flags[0]} goes with --sample")
+    if parsed.sample and parsed.explain:
+        usage_error("translate", "--explain tells of a search; with --sample there is none")
+    if parsed.alignment and parsed.format != "jsonl":
+        usage_error("translate", "--alignment goes with --format jsonl")
+    if parsed.prefix is not None and parsed.prefixes is not None:
+        usage_error("translate", "--prefix and --prefixes exclude each other")
+    if parsed.prefixes is not None and not parsed.explain and sys.stdin.isatty():
+        usage_error("translate", "--prefixes needs the lines on stdin; in a conversation --prefix is the same for all")
+
+
+def _is_given(flag: str, args: Sequence[str]) -> bool:
+    return any(given.partition("=")[0].replace("_", "-") == flag for given in args)
+
+
+def _alignments(
+    translator: "Translator", lines: Sequence[str], found: "Sequence[Sequence[Hypothesis]]", wanted: bool
+) -> "list[list[Alignment]]":
+    """Of each translation of each line; none if they are not wanted."""
+    if not wanted:
+        return [[] for _ in lines]
+    from transformer_jax.decoding.alignment import align
+
+    return align(translator, lines, found)
+
+
+def _write(
+    number: int, line: str, found: "Sequence[Hypothesis]", alignments: "Sequence[Alignment]", parsed: Any
+) -> None:
     """The translations of one line, on stdout."""
-    if form == "jsonl":
+    if parsed.format == "jsonl":
         names = ("text", "score", "log_prob", "num_tokens")
         translations = [{name: getattr(one, name) for name in names} for one in found]
-        rows = [to_json({"line": number, "source": line, "translations": translations})]
-    elif n_best == 1:
+        told: dict[str, Any] = {"line": number, "source": line}
+        if alignments:
+            told["source_tokens"] = alignments[0].source_tokens
+            for translation, alignment in zip(translations, alignments, strict=True):
+                translation |= {"tokens": alignment.target_tokens, "alignment": alignment.pairs}
+        rows = [to_json(told | {"translations": translations})]
+    elif parsed.n_best == 1:
         rows = [found[0].text]
     else:
         rows = [f"{number} ||| {one.text} ||| {one.score:.4f}" for one in found]

@@ -26,6 +26,11 @@ class TokenizerPair:
         """Whether both sides share one vocabulary."""
         return self.source is self.target
 
+    def is_like(self, other: "TokenizerPair") -> bool:
+        """Whether both sides give the same ids as the other's."""
+        mine, others = ((pair.source.to_json(), pair.target.to_json()) for pair in (self, other))
+        return mine == others
+
     def check_fits(self, model: ModelConfig) -> None:
         """Raises UserError unless every id has a row in the model's tables and the special ids are the model's."""
         for side, tokenizer, field, rows in (

@@ -18,6 +18,7 @@ def best_tokens(
     forbidden_ids: Sequence[int] = (),
     *,
     renormalise: bool = False,
+    forced: Int[Array, "rows"] | None = None,
 ) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
     """log P of the n most probable tokens of each row, best first, and their ids; of equal ones the lower id first.
 
@@ -29,15 +30,32 @@ def best_tokens(
         pad_id: never generated.
         forbidden_ids: more tokens that are never generated.
         renormalise: the forbidden ids leave the softmax (PAD does not), rather than being struck out after it.
+        forced: the only token that a row may have, whatever is forbidden; below 0: any.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    possible, normaliser = possible_tokens(logits, pad_id, forbidden_ids, renormalise=renormalise)
+    best, ids = top(possible, n)
+    log_probs = jnp.where(best == -jnp.inf, -jnp.inf, best - normaliser)  # where: -inf - -inf is NaN
+    if forced is None:
+        return log_probs, ids
+    is_forced, forced = (forced >= 0)[:, None], jnp.maximum(forced, 0)[:, None]
+    first = (jnp.arange(n) == 0)[None]
+    own = jnp.where(first, jnp.take_along_axis(logits, forced, axis=1) - normaliser, -jnp.inf)
+    return jnp.where(is_forced, own, log_probs), jnp.where(is_forced, forced, ids)
+
+
+def possible_tokens(
+    logits: Float[Array, "rows v"], pad_id: int, forbidden_ids: Sequence[int], *, renormalise: bool
+) -> tuple[Float[Array, "rows v"], Float[Array, "rows 1"]]:
+    """The logits with -inf for what may not be generated, and what is taken from a logit to make it log P.
+
+    The arguments are those of `best_tokens`.
+    """
     forbidden, impossible = np.zeros((2, 1, logits.shape[-1]), bool)
     forbidden[:, list(forbidden_ids)] = True
     impossible[:, [*forbidden_ids, pad_id]] = True
     allowed = jnp.where(forbidden, -jnp.inf, logits) if renormalise else logits
-    normaliser = jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
-    best, ids = top(jnp.where(impossible, -jnp.inf, logits), n)
-    return jnp.where(best == -jnp.inf, -jnp.inf, best - normaliser), ids  # where: -inf - -inf is NaN
+    return jnp.where(impossible, -jnp.inf, logits), jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
 
 
 def top(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:

@@ -1,16 +1,21 @@
 """The search over the model: encode once, then one position after the other with a cache (paper section 6.1)."""
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.config import DecodingConfig, ModelConfig
+from transformer_jax.decoding.beam_search import beam_search
+from transformer_jax.decoding.greedy_search import greedy_search, sample
 from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.search import Watch, beam_search, greedy_search
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search_loop import StepFn, Watch
 from transformer_jax.model.decoding_step import (
     Cache,
     DecoderWeights,
@@ -59,56 +64,64 @@ def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> 
     return Prepared(encoder, decoder_weights(params, config, int8=weights == "int8"))
 
 
-@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids", "watch"))
+@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids", "sampling", "watch"))
 def search(
-    params: Params | Prepared,
+    params: Params | Prepared | tuple[Prepared, ...],
     src: Int[Array, "b s"],
     limits: Int[Array, "b"],
     *,
-    model: Transformer,
+    model: Transformer | tuple[Transformer, ...],
     decoding: DecodingConfig,
     max_length: int,
     n_best: int = 1,
     forbidden_ids: tuple[int, ...] = (),
+    prefix: Int[Array, "b p"] | None = None,
+    sampling: Sampling | None = None,
+    keys: Key[Array, "b n"] | None = None,
     watch: Watch | None = None,
 ) -> SearchResult:
-    """Encodes once, then greedy search (beam_size 1) or beam search with a key-value cache.
+    """Encodes once, then greedy search (beam_size 1), beam search or sampling with a key-value cache.
 
     Args:
         params: the model's parameters, or what `prepare` made of them: then this is not done again in each call.
+            Several, each prepared: an ensemble, whose probability of a token is the mean of its members'.
         src: source token ids.
         limits: most tokens of each output, EOS counted; 0 for a row that is only padding.
-        model: the model.
+        model: the model, or those of the ensemble, with the same special ids and as many logits.
         decoding: beam, penalty and stopping rule.
         max_length: the largest limit possible: the width of the result.
-        n_best: hypotheses wanted for each row.
+        n_best: hypotheses wanted for each row; where they are drawn, `keys` says how many.
         forbidden_ids: ids that are never generated, besides padding.
+        prefix: the tokens that each output begins with; below 0 after the last of them.
+        sampling: draw tokens from this, rather than search for the most probable.
+        keys: a random key for each draw.
         watch: is told what each step did; each function is compiled for itself.
 
     Raises:
         UserError: `max_length` is more than the learned position table has.
     """
-    prepared = params if isinstance(params, Prepared) else prepare(params, model.config, decoding.weights)
-    config, beam_size = _computing(model.config, decoding.weights), decoding.beam_size
-    src_mask = padding_mask(src, config.pad_id)
-    memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
-    spans = tuple(span for span in SPANS if span < max_length)
-    cache = init_cache(
-        prepared.decoder,
-        memory,
-        src_mask,
-        config=config,
-        max_length=max_length,
-        beam_size=beam_size,
-        room=min((*spans, max_length)),
-    )
+    if isinstance(model, Transformer):
+        model = (model,)
+        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, decoding.weights),)
+    config, spans = model[0].config, tuple(span for span in SPANS if span < max_length)
+    options: dict[str, Any] = {
+        "max_length": max_length,
+        "beam_size": decoding.beam_size if keys is None else keys.shape[1],
+        "room": min((*spans, max_length)),
+    }
+    members = [
+        _start(prepared, src, _computing(one.config, decoding.weights), **options)
+        for prepared, one in zip(params, model, strict=True)
+    ]
 
-    def step_fn(tokens: Int[Array, "rows"], cache: Cache) -> tuple[Float[Array, "rows v"], Cache]:
-        return decode_step(prepared.decoder, tokens, cache, config=config)
+    def step_fn(tokens: Int[Array, "rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
+        steps = [step(tokens, cache) for (step, _), cache in zip(members, caches, strict=True)]
+        return mean_of_probabilities([logits for logits, _ in steps]), tuple(cache for _, cache in steps)
 
+    caches = tuple(cache for _, cache in members)
     if decoding.renormalise:
         forbidden_ids = (config.pad_id, *forbidden_ids)
-    options: dict[str, Any] = {
+    options = {
         "max_lengths": limits,
         "max_length": max_length,
         "start_id": config.start_id,
@@ -116,20 +129,45 @@ def search(
         "pad_id": config.pad_id,
         "forbidden_ids": forbidden_ids,
         "renormalise": decoding.renormalise,
+        "prefix": prefix,
         "spans": spans,
-        "grow_fn": grow,
+        "grow_fn": _of_each(grow),
         "watch": watch,
     }
-    if beam_size == 1:
-        return greedy_search(step_fn, cache, **options)
+    if sampling is not None:
+        assert keys is not None  # they go together
+        return sample(step_fn, caches, keys, sampling, **options)
+    if decoding.beam_size == 1:
+        return greedy_search(step_fn, caches, **options)
     return beam_search(
         step_fn,
-        cache,
-        reorder,
-        beam_size=beam_size,
+        caches,
+        _of_each(reorder),
+        beam_size=decoding.beam_size,
         alpha=decoding.alpha,
         length_penalty=decoding.length_penalty,
         stopping=decoding.stopping,
         n_best=n_best,
         **options,
     )
+
+
+def mean_of_probabilities(logits: Sequence[Float[Array, "rows v"]]) -> Float[Array, "rows v"]:
+    """Logits of an ensemble: of one member its own, of several the logarithm of their mean probabilities."""
+    if len(logits) == 1:
+        return logits[0]
+    log_probs = jnp.stack([jax.nn.log_softmax(one) for one in logits])
+    return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))
+
+
+def _start(prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, **options: Any) -> tuple[StepFn, Cache]:
+    """One model's callback and its cache, after the source was encoded."""
+    src_mask = padding_mask(src, config.pad_id)
+    memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
+    cache = init_cache(prepared.decoder, memory, src_mask, config=config, **options)
+    return partial(decode_step, prepared.decoder, config=config), cache
+
+
+def _of_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ...], Any], tuple[Cache, ...]]:
+    """The same change to the caches of all members."""
+    return lambda caches, how: tuple(change(cache, how) for cache in caches)

@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.search import Watched
+from transformer_jax.decoding.search_loop import Watched
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.errors import UserError
 
@@ -75,7 +75,9 @@ class Explanation:
         return "\n".join(_report(self))
 
 
-def explain(translator: Translator, texts: Sequence[str], n_best: int = 1) -> list[Explanation]:
+def explain(
+    translator: Translator, texts: Sequence[str], n_best: int = 1, prefixes: Sequence[str] | None = None
+) -> list[Explanation]:
     """Translates the texts one by one, and tells how.
 
     Each call compiles the search anew, so a few sentences together take less time than one by one.
@@ -91,9 +93,12 @@ def explain(translator: Translator, texts: Sequence[str], n_best: int = 1) -> li
         seen.append(watched)
 
     explanations = []
-    for text in texts:
+    if prefixes is not None and len(prefixes) != len(texts):
+        raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
+    for number, text in enumerate(texts):
         seen.clear()
-        (hypotheses,) = translator.translate_n_best([text], n_best, watch=watch)
+        prefix = None if prefixes is None else [prefixes[number]]
+        (hypotheses,) = translator.translate_n_best([text], n_best, prefixes=prefix, watch=watch)
         jax.effects_barrier()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a line that is too long: it was said above

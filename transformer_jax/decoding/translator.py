@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +13,15 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.decoding.batches import longest_first, pad, source_batches
 from transformer_jax.decoding.cached_search import Prepared, prepare, search
+from transformer_jax.decoding.ensemble import Member, load_member, run_params
 from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.search import Watch
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search_loop import Watch
 from transformer_jax.distributed import gather
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
 
@@ -46,23 +48,34 @@ class Translator:
     ['einundzwanzig', '']
     """
 
-    def __init__(self, config: Config, params: Params, tokenizers: TokenizerPair) -> None:
+    def __init__(
+        self, config: Config, params: Params, tokenizers: TokenizerPair, others: Sequence[Member] = ()
+    ) -> None:
         """Takes what `load` reads.
 
         Raises:
-            UserError: the tokenizers do not fit the model.
+            UserError: the tokenizers do not fit the models.
         """
-        tokenizers.check_fits(config.model)
-        self.config, self.params, self.tokenizers = config, params, tokenizers
-        self._model = Transformer(config.model)
-        self._prepared: tuple[Params, Prepared] | None = None
+        self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
+        for member in self.members:
+            tokenizers.check_fits(member.config)
+        self._prepared: tuple[Params, tuple[Prepared, ...]] | None = None
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The models of the ensemble, of which the first is the run's own; or that alone."""
+        return Member(self.config.model, self.params), *self._others
 
     @classmethod
-    def load(cls, run: str | Path, **decoding: Any) -> "Translator":
+    def load(cls, run: str | Path, *, ensemble: Sequence[str | Path] = (), **decoding: Any) -> "Translator":
         """From a run folder. Keyword arguments replace fields of its `decoding` section: `beam_size=1`.
 
+        With other runs as `ensemble`, the probability of each token is the mean of all runs'. Their sizes may differ,
+        their tokenizers may not. Each has its own checkpoint, or the one that is asked for; the other settings are
+        those of the first.
+
         Raises:
-            UserError: no such run, checkpoint or field.
+            UserError: no such run, checkpoint or field, or runs that cannot work together.
         """
         folder = RunFolder(Path(run))
         config = folder.load_config()
@@ -70,8 +83,14 @@ class Translator:
         if unknown:
             raise UserError(f"DecodingConfig has no field {', '.join(sorted(unknown))}")
         config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
-        checkpoint = resolve_checkpoint(folder, config.decoding.checkpoint, config.training.best_by)
-        return cls(config, load_params(checkpoint, config.model), TokenizerPair.load(folder.tokenizer))
+        others = [load_member(other, folder, config, decoding.get("checkpoint")) for other in ensemble]
+        return cls(config, run_params(folder, config), TokenizerPair.load(folder.tokenizer), others)
+
+    def with_decoding(self, **fields: Any) -> "Translator":
+        """The same models with other decoding settings; the checkpoint stays what was loaded."""
+        decoding = dataclasses.replace(self.config.decoding, **fields)
+        config = dataclasses.replace(self.config, decoding=decoding)
+        return Translator(config, self.params, self.tokenizers, self._others)
 
     def translate(self, texts: Sequence[str], *, shared: bool = False) -> list[str]:
         """The best translation of each text, in the order of the texts; an empty line stays empty."""
@@ -82,54 +101,83 @@ class Translator:
         texts: Sequence[str],
         n_best: int,
         *,
+        prefixes: Sequence[str] | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
         shared: bool = False,
         watch: Watch | None = None,
         progress: Callable[[int], None] = lambda count: None,
     ) -> list[list[Hypothesis]]:
         """The best translations of each text, best first: `n_best` of them where the search found so many.
 
-        With `stopping` paper, one that came to no EOS within its limit stands behind those that did. With `shared` all
-        processes of a job call this with the same texts: each translates its share, and all get the whole. `watch` is
-        told what each step of a search did, as in `explain`; `progress`, each time that some are done, how many.
+        With `stopping` paper, one that came to no EOS within its limit stands behind those that did.
+
+        Args:
+            texts: one sentence each; an empty one stays empty.
+            n_best: how many translations of each.
+            prefixes: what each translation begins with. It is cut into tokens by itself and others follow, so it had
+                better end where a word does. Scores count it.
+            sampling: draw `n_best` translations from this, rather than search for the most probable; the most probable
+                of them first, scored by their log-probability.
+            seed: what is drawn for the first, second, ... of these texts depends on it and on nothing else that is
+                drawn.
+            shared: all processes of a job call this with the same texts: each translates its share, all get the whole.
+            watch: is told what each step of a search did, as in `explain`.
+            progress: is told, each time that some are done, how many.
 
         Raises:
-            UserError: n_best is more than the beam, or the texts are one string.
+            UserError: n_best is more than the beam, the texts are one string, there are not as many prefixes, or one
+                has more tokens than the model has positions for.
         """
-        if isinstance(texts, str):
-            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
+        for name, given in (("texts", texts), ("prefixes", prefixes)):
+            if isinstance(given, str):
+                raise UserError(f"{name} is the string {given!r:.80}; a list of strings is needed")
         beam_size = self.config.decoding.beam_size
-        if not 1 <= n_best <= beam_size:
-            raise UserError(f"n_best is {n_best}; it must be at least 1 and at most decoding.beam_size {beam_size}")
+        if n_best < 1 or (sampling is None and n_best > beam_size):
+            most = "" if sampling else f" and at most decoding.beam_size {beam_size}"
+            raise UserError(f"n_best is {n_best}; it must be at least 1{most}")
         model, all_rows = self.config.model, self.encode(texts)
+        starts = self._encode_prefixes(prefixes, len(texts))
         mine = set(_share(all_rows) if shared else range(len(all_rows)))
         rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
         unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
         forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
-        room, prepared = self._room(), self._prepare()
+        room, prepared = self.room, self._prepare()
         budget, workers = _budget(self.config.decoding, prepared)
+        models = tuple(Transformer(member.config) for member in self.members)
+        draws = jax.random.key(seed)
 
         def find(batch: tuple[list[int], np.ndarray]) -> SearchResult:
             indices, src = batch
             lengths = np.zeros(len(src), np.int32)
             lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
             limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
+            max_length = int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_extra, room))
+            prefix, widest = None, max(len(starts[index]) for index in indices)
+            if widest:  # in steps of 8, to share shapes; never cut, and followed by one token at least
+                prefix = pad([starts[index] for index in indices], (len(src), -(-widest // 8) * 8), -1)
+                limits = np.where(lengths > 0, np.maximum(limits, (prefix >= 0).sum(axis=1) + 1), 0)
+                max_length = min(max(max_length, prefix.shape[1] + 1), room)
             result: SearchResult = jax.device_get(
                 search(
                     prepared,
                     src,
                     limits.astype(np.int32),
-                    model=self._model,
+                    model=models,
                     decoding=self.config.decoding,
-                    max_length=int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_extra, room)),
+                    max_length=max_length,
                     n_best=n_best,
                     forbidden_ids=forbidden_ids,
+                    prefix=prefix,
+                    sampling=sampling,
+                    keys=None if sampling is None else _keys(draws, indices, len(src), n_best),
                     watch=watch,
                 )
             )
             return result
 
-        batches = list(_batches(rows, budget, model.pad_id, room))
+        batches = list(source_batches(rows, budget, model.pad_id, room))
         with ThreadPoolExecutor(workers) as pool:
             # One batch alone is searched here: a thread costs a single short sentence a tenth of its time.
             answers = pool.map(find, batches) if len(batches) > 1 else map(find, batches)
@@ -147,16 +195,18 @@ class Translator:
                     results[index] = [Hypothesis(*one)._replace(token_ids=tuple(one[-1])) for one in hypotheses]
         return results
 
-    def _prepare(self) -> Prepared:
-        """The parameters laid out, once as long as they stay the same."""
+    def _prepare(self) -> tuple[Prepared, ...]:
+        """The members' parameters laid out, once as long as those of the first stay the same."""
         if self._prepared is None or self._prepared[0] is not self.params:
-            self._prepared = self.params, prepare(self.params, self.config.model, self.config.decoding.weights)
+            weights = self.config.decoding.weights
+            laid_out = tuple(prepare(member.params, member.config, weights) for member in self.members)
+            self._prepared = self.params, laid_out
         return self._prepared[1]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids as the model reads them, cut after `max_source`; nothing at all for an empty line."""
         model, decoding = self.config.model, self.config.decoding
-        longest, reason = min((decoding.max_source, "decoding.max_source"), (self._room(), "model.max_length"))
+        longest, reason = min((decoding.max_source, "decoding.max_source"), (self.room, "model.max_length"))
         end = [model.eos_id] if model.source_eos else []
         encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
@@ -167,10 +217,28 @@ class Translator:
                 )
         return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]
 
-    def _room(self) -> int:
-        """The longest sequence the model takes: learned positions have an end."""
-        model = self.config.model
-        return model.max_length - model.position_offset if model.positions == "learned" else 1 << 30
+    def _encode_prefixes(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
+        """Token ids of each prefix, without EOS."""
+        if prefixes is None:
+            return [[]] * count
+        if len(prefixes) != count:
+            raise UserError(f"{len(prefixes)} prefixes for {count} texts; each text needs one, which may be empty")
+        encoded = self.tokenizers.target.encode([_well_formed(prefix) for prefix in prefixes])
+        for line, ids in enumerate(encoded, 1):
+            if len(ids) + 1 > self.room:
+                raise UserError(
+                    f"the prefix of line {line} has {len(ids)} tokens; with the next one that is more than the "
+                    f"{self.room} positions of the model"
+                )
+        return encoded
+
+    @property
+    def room(self) -> int:
+        """The longest sequence the models take: learned positions have an end."""
+        return min(
+            config.max_length - config.position_offset if config.positions == "learned" else 1 << 30
+            for config, _ in self.members
+        )
 
     def _hypotheses(self, found: SearchResult) -> list[Hypothesis]:
         """The hypotheses of one sentence, as text."""
@@ -190,13 +258,17 @@ class Translator:
         ]
 
 
+def _keys(draws: jax.Array, indices: Sequence[int], count: int, n: int) -> jax.Array:
+    """A random key for each of n draws of each of so many rows; row i is text `indices[i]`."""
+    texts = np.zeros(count, np.uint32)
+    texts[: len(indices)] = indices
+    each = jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.vmap(each, (0, None))(each(draws, texts), np.arange(n, dtype=np.uint32))
+
+
 def _share(rows: Sequence[Sequence[int]]) -> list[int]:
     """The rows that this process translates: every n-th by length, so that all have about as much to do."""
-    return _longest_first(rows)[jax.process_index() :: jax.process_count()]
-
-
-def _longest_first(rows: Sequence[Sequence[int]]) -> list[int]:
-    return sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+    return longest_first(rows)[jax.process_index() :: jax.process_count()]
 
 
 def _well_formed(text: str) -> str:
@@ -208,7 +280,7 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _budget(decoding: DecodingConfig, prepared: Prepared) -> tuple[int, int]:
+def _budget(decoding: DecodingConfig, prepared: Sequence[Prepared]) -> tuple[int, int]:
     """Source tokens of a batch, and how many batches are searched at the same time.
 
     On a CPU one loop of many small operations does not keep all cores busy, several do; and small batches stay in its
@@ -217,41 +289,6 @@ def _budget(decoding: DecodingConfig, prepared: Prepared) -> tuple[int, int]:
     """
     if jax.default_backend() != "cpu":
         return decoding.batch_tokens, 1
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(prepared.decoder))
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves([member.decoder for member in prepared]))
     most = 1024 if decoding.beam_size == 1 and num_bytes > 100 * 10**6 else 512
     return min(decoding.batch_tokens, most), os.cpu_count() or 1
-
-
-def padded_length(length: int) -> int:
-    """The few lengths that sources are padded to: steps of 8 up to 64, then about a fifth more each time.
-
-    >>> [padded_length(n) for n in (1, 8, 9, 64, 65, 200)]
-    [8, 8, 16, 64, 80, 224]
-    """
-    if length <= 64:
-        return -(-length // 8) * 8
-    step = 1 << (length - 1).bit_length() - 3
-    return -(-length // step) * step
-
-
-def _batches(
-    rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int, room: int
-) -> Iterator[tuple[list[int], np.ndarray]]:
-    """(which rows, their ids padded), longest first; one shape for each padded length, empty rows left out."""
-    groups: dict[int, list[int]] = {}
-    for index in _longest_first(rows):
-        if rows[index]:
-            groups.setdefault(min(padded_length(len(rows[index])), room), []).append(index)
-    for length, indices in groups.items():
-        # A power of two, so that small inputs share shapes too.
-        size = min(_power_of_two(len(indices)), max(1, batch_tokens // length))
-        for start in range(0, len(indices), size):
-            chosen = indices[start : start + size]
-            src = np.full((size, length), pad_id, np.int32)
-            for row, index in enumerate(chosen):
-                src[row, : len(rows[index])] = rows[index]
-            yield chosen, src
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

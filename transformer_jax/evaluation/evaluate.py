@@ -12,14 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from transformer_jax.config import Config, ModelConfig
+from transformer_jax.config import Config
 from transformer_jax.data.batching import choose_shapes, eval_batches
 from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import gather
-from transformer_jax.errors import UserError
+from transformer_jax.evaluation.lengths import MAX_TOKENS, check_lengths
+from transformer_jax.evaluation.pair_scores import score_pairs
 from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loop import Evaluation, max_logits
@@ -43,8 +44,6 @@ class Report:
     translations: list[str]
     references: list[str]
 
-
-_MAX_TOKENS = 8192  # of a pair's side, and of a batch: attention needs memory with the square of a length
 
 _eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
 
@@ -91,7 +90,7 @@ def evaluate_pairs(
     With several processes, all call it with the same pairs; each does its share, and all get the whole.
 
     Args:
-        translator: the run.
+        translator: the run, or an ensemble.
         pairs: sources and references.
         tokenize: sacreBLEU's tokenisation; None: as `tokenization_of` says.
         lowercase: score without case.
@@ -101,8 +100,12 @@ def evaluate_pairs(
     check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
     check_lengths(encoded, pairs, config.model)
-    model, limit = Transformer(config.model), max_logits(config.training)
-    loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
+    if len(translator.members) == 1:
+        model, limit = Transformer(config.model), max_logits(config.training)
+        loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
+    else:
+        scored = score_pairs(translator, pairs)
+        loss = -math.fsum(one.log_prob for one in scored) / sum(one.num_tokens for one in scored)
     start = time.monotonic()
     hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1, shared=True)]
     seconds = time.monotonic() - start
@@ -195,28 +198,8 @@ class Validation:
         return Evaluation(figures, shown)
 
 
-def check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
-    """Nothing is left out of an evaluation, so every pair must fit the model.
-
-    Raises:
-        UserError: one does not.
-    """
-    room = model.max_length - model.position_offset
-    longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
-    if longest.max() > _MAX_TOKENS:
-        raise UserError(
-            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens; an evaluation leaves nothing out, "
-            f"at most {_MAX_TOKENS} fit: take the pair out"
-        )
-    if model.positions == "learned" and longest.max() > room:
-        raise UserError(
-            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens, and the learned position table of "
-            f"model.max_length {model.max_length} has room for {room}; take the pair out"
-        )
-
-
 def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1, parts: RowParts = ALL_ROWS) -> Iterable[Batch]:
     """Evaluation needs no gradients: a few shapes and a budget that stays small where training's is large."""
-    budget = min(config.data.batch_tokens, _MAX_TOKENS)
+    budget = min(config.data.batch_tokens, MAX_TOKENS)
     shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
     return eval_batches(encoded, shapes, budget, config.model, multiple, parts)

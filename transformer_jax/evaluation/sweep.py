@@ -55,7 +55,7 @@ def sweep(
         pairs: of the development set.
         grid: fields of `DecodingConfig` and their values; the last field changes fastest.
         tokenize, lowercase: as for `score_corpus`.
-        decoding: more fields, the same for all.
+        decoding: more fields, the same for all, or another argument of `Translator.load`.
 
     Yields:
         The settings and the scores.
@@ -63,8 +63,12 @@ def sweep(
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for setting in combinations:
         DecodingConfig(**setting)  # a value that is not legal is found before the work
+    loaded: dict[str | None, Translator] = {}
     for setting in combinations:
-        translator = Translator.load(run, **(decoding | setting))
+        checkpoint = setting.get("checkpoint")
+        if checkpoint not in loaded:  # the only setting that needs other files
+            loaded = {checkpoint: Translator.load(run, **(decoding | setting))}
+        translator = loaded[checkpoint].with_decoding(**setting)
         translations = translator.translate(list(pairs.source), shared=True)
         references = reference_texts(pairs, translator.tokenizers)
         yield setting, score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)

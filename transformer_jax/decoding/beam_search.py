@@ -1,148 +1,29 @@
-"""Greedy search and beam search (paper section 6.1) over a callback: no model is known here.
-
-The callback `step_fn(tokens, state) -> logits, state` reads the tokens just emitted (the start token first), one for
-each row, and answers with the logits of the next. Both searches are pure functions to be called under `jax.jit`. Their
-loop ends as soon as every sentence of the batch is done, and a sentence that is done changes no more: what comes out
-for it does not depend on the others.
-"""
+"""Beam search (paper section 6.1). See `search_loop` for the callback."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from transformer_jax.decoding.best_tokens import best_tokens, top
 from transformer_jax.decoding.hypotheses import SearchResult, best_of, concatenate, divide, take, where
 from transformer_jax.decoding.scoring import LengthPenalty
+from transformer_jax.decoding.search_loop import (
+    GrowFn,
+    State,
+    StepFn,
+    Watch,
+    Watched,
+    forced_tokens,
+    score_dtype,
+    show,
+    until_done,
+)
 from transformer_jax.decoding.stopping import RULES, Progress, Setting, Stopping
 
-State = Any  # a pytree of arrays: the key-value cache of a model, say
-StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
 ReorderFn = Callable[[State, Int[Array, "rows"]], State]
-GrowFn = Callable[[State, int], State]
-
-
-class Watched(NamedTuple):
-    """What a search did in one step: handed to `watch`, as NumPy arrays."""
-
-    length: Int[Array, ""]
-    """Tokens of each hypothesis after this step."""
-    candidates: SearchResult
-    """The continuations that were looked at, best first; a log-probability of -inf: there was none."""
-    parents: Int[Array, "b n"]
-    """For each, which of the live hypotheses of the step before it continues."""
-    finishes: Bool[Array, "b n"]
-    """Which of them count as ended."""
-    live: SearchResult
-    """The hypotheses that go on, best first; log-probability -inf: none."""
-    finished: SearchResult
-    """The best that ended so far, best first; score -inf: none."""
-    bound: Float[Array, "b"]
-    """What the best live hypothesis is taken to be able to score; NaN where the search compares no scores."""
-    at_limit: Bool[Array, "b"]
-    """Whether this is the last step that the sentence may take."""
-    done: Bool[Array, "b"]
-    """Whether the sentence is done after this step."""
-    skipped: Bool[Array, "b"]
-    """Whether it was done before, so that this step changed nothing."""
-
-
-Watch = Callable[[Watched], None]
-
-
-class _Greedy(NamedTuple):
-    """What the loop of `greedy_search` carries."""
-
-    step: Int[Array, ""]
-    tokens: Int[Array, "b l"]
-    last: Int[Array, "b"]
-    log_probs: Float[Array, "b"]
-    lengths: Int[Array, "b"]
-    done: Bool[Array, "b"]
-    state: State
-
-
-def greedy_search(
-    step_fn: StepFn,
-    state: State,
-    *,
-    max_lengths: Int[Array, "b"],
-    max_length: int,
-    start_id: int,
-    eos_id: int,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
-    renormalise: bool = False,
-    spans: Sequence[int] = (),
-    grow_fn: GrowFn = lambda state, length: state,
-    watch: Watch | None = None,
-) -> SearchResult:
-    """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
-
-    Args:
-        step_fn: see the module. Rows are sentences.
-        state: what `step_fn` gets first; it must return a state of the same structure, shapes and dtypes.
-        max_lengths: most tokens for each sentence, EOS counted.
-        max_length: the same for all of them, a Python number: the width of the result.
-        start_id: the token read first.
-        eos_id: the token that ends a sentence.
-        pad_id: what follows it; never generated.
-        forbidden_ids: more tokens that are never generated.
-        renormalise: these leave the softmax, rather than being struck out after it.
-        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
-        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
-        watch: is told what each step did.
-
-    Returns:
-        One hypothesis a sentence (n = 1); its score is its log-probability.
-    """
-    (b,) = max_lengths.shape
-    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
-    start = jnp.full((b,), start_id, jnp.int32)
-    dtype = _score_dtype(step_fn, start, state)
-
-    def advance(search: _Greedy) -> _Greedy:
-        logits, state = step_fn(search.last, search.state)
-        log_probs, ids = best_tokens(logits, 1, pad_id, forbidden_ids, renormalise=renormalise)
-        best, best_log_prob = ids[:, 0], log_probs[:, 0]
-        stopped = search.done | (best_log_prob == -jnp.inf)  # the latter: every token is impossible
-        best = jnp.where(stopped, pad_id, best)
-        length = search.step + 1
-        after = _Greedy(
-            step=length,
-            tokens=search.tokens.at[:, search.step].set(best),
-            last=best,
-            log_probs=jnp.where(search.done, search.log_probs, search.log_probs + best_log_prob),
-            lengths=jnp.where(stopped, search.lengths, length),
-            done=stopped | (best == eos_id) | (length >= limits),
-            state=state,
-        )
-        if watch is not None:
-            _show(watch, _watched_greedy(search, after, eos_id, limits))
-        return after
-
-    found = _until_done(
-        advance,
-        _Greedy(
-            step=jnp.zeros((), jnp.int32),
-            tokens=jnp.full((b, max_length), pad_id, jnp.int32),
-            last=start,
-            log_probs=jnp.zeros((b,), dtype),
-            lengths=jnp.zeros((b,), jnp.int32),
-            done=limits <= 0,
-            state=state,
-        ),
-        (*spans, max_length),
-        grow_fn,
-    )
-    log_probs = found.log_probs[:, None]
-    return SearchResult(
-        tokens=found.tokens[:, None], scores=log_probs, lengths=found.lengths[:, None], log_probs=log_probs
-    )
 
 
 class _Beam(NamedTuple):
@@ -177,6 +58,7 @@ def beam_search(
     n_best: int = 1,
     forbidden_ids: Sequence[int] = (),
     renormalise: bool = False,
+    prefix: Int[Array, "b p"] | None = None,
     spans: Sequence[int] = (),
     grow_fn: GrowFn = lambda state, length: state,
     watch: Watch | None = None,
@@ -197,7 +79,7 @@ def beam_search(
         Both:         ends count among the k best continuations; at the limit these count as ended whatever they are.
 
     Args:
-        step_fn: see the module. Rows are b * k: row i is beam i % k of sentence i // k.
+        step_fn: see `search_loop`. Rows are b * k: row i is beam i % k of sentence i // k.
         state: what `step_fn` gets first, for b * k rows; it must return one of the same structure, shapes and dtypes.
         reorder_fn: gives each row of the state the state of another row, always of the same sentence: what all beams
             of a sentence have in common may be left alone.
@@ -213,6 +95,7 @@ def beam_search(
         n_best: n: how many hypotheses to return, at most k.
         forbidden_ids: more tokens that are never generated.
         renormalise: these leave the softmax, rather than being struck out after it; so with ctranslate2 in any case.
+        prefix: the tokens that a sentence begins with, whatever their probability; below 0 after the last of them.
         spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
         grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
         watch: is told what each step did.
@@ -229,7 +112,7 @@ def beam_search(
     limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
     setting = Setting(beam_size, n_best, alpha, length_penalty, limits)
     start = jnp.full((b * k,), start_id, jnp.int32)
-    dtype = _score_dtype(step_fn, start, state)
+    dtype = score_dtype(step_fn, start, state)
 
     def advance(search: _Beam) -> _Beam:
         live, finished, num_finished, top_finished = search.progress
@@ -239,7 +122,14 @@ def beam_search(
         logits, state = step_fn(search.last, search.state)
         v = logits.shape[-1]
         n = min(2 * k, v)  # of one hypothesis no more can be among the 2k best of all
-        next_log_probs, ids = best_tokens(logits, n, pad_id, forbidden_ids, renormalise=renormalise or rule.renormalise)
+        next_log_probs, ids = best_tokens(
+            logits,
+            n,
+            pad_id,
+            forbidden_ids,
+            renormalise=renormalise or rule.renormalise,
+            forced=forced_tokens(prefix, search.step, k),
+        )
         log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)
         log_probs, places = top(log_probs.reshape(b, k * n), 2 * k)
         parents, tokens = places // n, jnp.take_along_axis(ids.reshape(b, k * n), places, axis=1)
@@ -272,7 +162,7 @@ def beam_search(
         if watch is not None:
             bound = rule.bound(progress, length, setting) if rule.bound else jnp.full((b,), jnp.nan, dtype)
             lists = candidates, parents, finishes, live, finished
-            _show(watch, Watched(length, *lists, bound, at_limit, search.done | done, search.done))
+            show(watch, Watched(length, *lists, bound, at_limit, search.done | done, search.done))
         rows = jnp.arange(b)[:, None] * k + jnp.take_along_axis(parents, chosen, axis=1)
         return _Beam(
             step=length,
@@ -290,7 +180,7 @@ def beam_search(
     )
     # The k beams begin alike, so only the first may be continued: a step would find everything k times.
     first = nothing._replace(scores=nothing.scores.at[:, 0].set(0), log_probs=nothing.log_probs.at[:, 0].set(0))
-    found = _until_done(
+    found = until_done(
         advance,
         _Beam(
             step=jnp.zeros((), jnp.int32),
@@ -309,45 +199,3 @@ def beam_search(
     place = jnp.arange(n_best)[None]
     result = take(concatenate(finished, live), jnp.where(place < num_kept, place, k + place - num_kept))
     return jax.tree.map(lambda empty, full: where(result.scores == -jnp.inf, empty, full), take(nothing, place), result)
-
-
-def _until_done(advance: Callable[[Any], Any], search: Any, lengths: Sequence[int], grow_fn: GrowFn) -> Any:
-    """Steps until every sentence is done, in one loop for each of these lengths; the state is grown between them."""
-    search = jax.lax.while_loop(lambda search: ~jnp.all(search.done) & (search.step < lengths[0]), advance, search)
-    if len(lengths) == 1:
-        return search._replace(state=None)
-
-    def go_on(search: Any) -> Any:
-        return _until_done(advance, search._replace(state=grow_fn(search.state, lengths[1])), lengths[1:], grow_fn)
-
-    return jax.lax.cond(jnp.all(search.done), lambda search: search._replace(state=None), go_on, search)
-
-
-def _show(watch: Watch, watched: Watched) -> None:
-    """Calls `watch` while the compiled search runs, step after step."""
-    io_callback(lambda shown: watch(jax.tree.map(np.asarray, shown)), None, watched, ordered=True)
-
-
-def _watched_greedy(before: _Greedy, after: _Greedy, eos_id: int, limits: Int[Array, "b"]) -> Watched:
-    """A greedy step: one continuation, which ends or goes on."""
-    candidates = SearchResult(
-        tokens=after.tokens[:, None],
-        scores=after.log_probs[:, None],
-        lengths=after.lengths[:, None],
-        log_probs=after.log_probs[:, None],
-    )
-    ends = (after.last == eos_id)[:, None]
-
-    def only(chosen: Bool[Array, "b 1"]) -> SearchResult:
-        scores = jnp.where(chosen, candidates.scores, -jnp.inf)
-        return candidates._replace(scores=scores, log_probs=scores)
-
-    parents, bound = jnp.zeros_like(candidates.lengths), jnp.full_like(after.log_probs, jnp.nan)
-    lists = candidates, parents, ends, only(~ends), only(ends)
-    return Watched(after.step, *lists, bound, after.step >= limits, after.done, before.done)
-
-
-def _score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> jnp.dtype:
-    """The dtype of the log-probabilities, found without computing anything."""
-    logits, _ = jax.eval_shape(step_fn, tokens, state)
-    return jnp.promote_types(logits.dtype, jnp.float32)

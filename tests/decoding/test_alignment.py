@@ -1,0 +1,89 @@
+"""Alignments against the attention weights of one sentence at a time, and a model that is known to align."""
+
+import warnings
+
+import numpy as np
+import pytest
+from test_commands import tiny_run
+from test_translator import make, sentences
+
+from transformer_jax.decoding.alignment import align
+from transformer_jax.decoding.ensemble import Member
+from transformer_jax.decoding.translator import Hypothesis, Translator
+from transformer_jax.errors import UserError
+from transformer_jax.pictures.attention import attention_of
+from transformer_jax.types import EOS_ID
+
+
+def translations(translator, *lengths):
+    """One for each source, of random words and an end: what the tests' models say is mostly no words."""
+    texts = sentences(*lengths)
+    rows = translator.tokenizers.target.encode(texts)
+    return [[Hypothesis(text, 0.0, 0.0, len(ids) + 1, (*ids, EOS_ID))] for text, ids in zip(texts, rows, strict=True)]
+
+
+@pytest.mark.parametrize("layer", [None, 1, 3])
+@pytest.mark.parametrize("source_eos", [True, False])
+def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos):
+    translator = make(num_layers=3, num_heads=2, source_eos=source_eos)
+    texts = sentences(3, 9, 1, 12, 5)
+    found = translations(translator, 4, 6, 2, 12, 9)
+    aligned = align(translator, texts, found, layer)
+    for text, (best,), (one,) in zip(texts, found, aligned, strict=True):
+        attention = attention_of(translator, text, best.text)
+        weights = attention.maps["cross"].weights[(layer or 2) - 1].mean(axis=0)
+        source, target = text.split(), best.text.split()
+        assert one.source_tokens == tuple(source)
+        assert one.target_tokens == tuple(target)
+        expected = weights[: len(target), : len(source)].argmax(axis=1)  # EOS on neither side
+        assert one.pairs == tuple((int(place), number) for number, place in enumerate(expected))
+    assert len({place for (one,) in aligned for place, _ in one.pairs}) > 1
+
+
+def test_of_an_ensemble_it_is_the_mean():
+    one = make(num_layers=2)
+    other = make(num_layers=1)
+    texts = sentences(8, 9, 10)
+    both = Translator(one.config, one.params, one.tokenizers, [Member(other.config.model, other.params)])
+    found = translations(both, 7, 9, 11)
+    for text, (best,), (aligned,) in zip(texts, found, align(both, texts, found), strict=True):
+        weights = [attention_of(each, text, best.text).maps["cross"].weights[0].mean(axis=0) for each in (one, other)]
+        mean = np.mean(weights, axis=0)[: len(aligned.target_tokens), : len(aligned.source_tokens)]
+        assert aligned.pairs == tuple((int(place), number) for number, place in enumerate(mean.argmax(axis=1)))
+
+
+def test_what_is_empty_or_cut_or_has_no_end():
+    translator = make(decoding={"max_source": 4})
+    texts = ["", "one two three four five six"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = translator.translate_n_best(texts, 1)
+    cut = Hypothesis("two one", 0.0, 0.0, 2, tuple(translator.tokenizers.target.encode(["two one"])[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it was said once
+        (empty,), (ended, unended) = align(translator, texts, [found[0], [found[1][0], cut]])
+    assert empty == ((), (), ())
+    assert ended.source_tokens == unended.source_tokens == ("one", "two", "three")
+    assert unended.target_tokens == ("two", "one")
+    assert [number for _, number in unended.pairs] == [0, 1]
+
+
+def test_a_layer_that_is_not_there():
+    translator = make()
+    with pytest.raises(UserError, match="layer is 2; the decoder has layers 1 to 1"):
+        align(translator, ["one"], translator.translate_n_best(["one"], 1), layer=2)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+def test_a_batch_is_as_one_by_one(tiny):
+    translator = Translator.load(tiny.run, beam_size=2)
+    texts = ["the dog", "a cat sees the blue house", "two"]
+    found = translator.translate_n_best(texts, 2)
+    together = align(translator, texts, found)
+    assert [len(one) for one in together] == [2, 2, 2]
+    for text, hypotheses, aligned in zip(texts, found, together, strict=True):
+        assert align(translator, [text], [hypotheses]) == [aligned]

@@ -1,0 +1,137 @@
+"""Ensembles: the mean of the members' probabilities, and which runs may be one."""
+
+import dataclasses
+import functools
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_commands import tiny_run
+
+from transformer_jax.config import Config
+from transformer_jax.data.corpus import read_split
+from transformer_jax.decoding.cached_search import mean_of_probabilities
+from transformer_jax.decoding.ensemble import Member
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.errors import UserError
+from transformer_jax.evaluation.evaluate import evaluate_pairs
+from transformer_jax.evaluation.pair_scores import score_pairs
+from transformer_jax.model.transformer import Transformer
+
+LINES = ["the dog", "", "a cat sees the blue house", "two"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny):
+    return Translator.load(tiny.run, beam_size=3, stopping="huggingface")
+
+
+@pytest.fixture(scope="module")
+def both(alone):
+    """With a member of another depth, and of other random parameters."""
+    config = dataclasses.replace(alone.config.model, num_layers=2, d_model=8, num_heads=1)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = jax.tree.map(lambda leaf: leaf * 2, Transformer(config).init(jax.random.key(5), tokens, tokens)["params"])
+    return Translator(alone.config, alone.params, alone.tokenizers, [Member(config, params)])
+
+
+@functools.cache
+def apply(config):
+    return jax.jit(Transformer(config).apply)
+
+
+def log_prob_by_hand(translator, source, ids):
+    """log P of the target ids, by each member reading them all at once, in float64."""
+    model, width = translator.config.model, 64  # one width, so that one thing is compiled
+    (src,) = translator.encode([source])
+    sides = [src, [model.start_id, *ids[:-1]]]
+    padded = [jnp.asarray(np.pad(np.array([side], np.int32), ((0, 0), (0, width - len(side))))) for side in sides]
+    probs = []
+    for config, params in translator.members:
+        logits = np.asarray(apply(config)({"params": params}, *padded), np.float64)[0, : len(ids)]
+        every = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        probs.append(every[np.arange(len(ids)), list(ids)])
+    return np.log(np.mean(probs, axis=0)).sum()
+
+
+def test_the_mean_is_of_probabilities():
+    first, second = np.random.default_rng(0).normal(0, 3, (2, 4, 9))
+    expected = np.log(sum(np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (first, second)) / 2)
+    found = mean_of_probabilities([jnp.asarray(first), jnp.asarray(second)])
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_search_scores_by_the_mean_of_the_probabilities(both, alone):
+    found = both.translate_n_best(LINES, 3)
+    assert found != alone.translate_n_best(LINES, 3)
+    for line, hypotheses in zip(LINES, found, strict=True):
+        for one in hypotheses if line else ():
+            assert one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=1e-4)
+    greedy = both.with_decoding(beam_size=1).translate_n_best(LINES, 1)
+    assert all(
+        one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=1e-4)
+        for line, (one,) in zip(LINES, greedy, strict=True)
+        if line
+    )
+
+
+def test_a_run_with_itself_is_that_run(tiny, alone):
+    twice = Translator.load(tiny.run, ensemble=[tiny.run, tiny.run], beam_size=3, stopping="huggingface")
+    for first, second in zip(alone.translate_n_best(LINES, 3), twice.translate_n_best(LINES, 3), strict=True):
+        assert [one.token_ids for one in first] == [one.token_ids for one in second]
+        np.testing.assert_allclose([one.score for one in first], [one.score for one in second], rtol=1e-4)
+
+
+def test_pairs_and_the_perplexity_are_scored_by_the_mean_too(tiny, both):
+    pairs = read_split(tiny.config.data, "test")
+    model, total, count = both.config.model, 0.0, 0
+    encoded = both.tokenizers.target.encode(list(pairs.target))
+    for one, source, ids in zip(score_pairs(both, pairs), pairs.source, encoded, strict=True):
+        assert one.log_prob == pytest.approx(log_prob_by_hand(both, source, [*ids, model.eos_id]), rel=1e-4)
+        total, count = total + one.log_prob, count + one.num_tokens
+    assert evaluate_pairs(both, pairs).perplexity == pytest.approx(math.exp(-total / count), rel=1e-6)
+
+
+def test_the_commands(tiny, cli, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny.run, other)
+    loaded = Translator.load(tiny.run, ensemble=[other], max_extra=2)
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-extra", "2", "--ensemble", other, stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.split("\n")[:-1] == loaded.translate(LINES)
+    done = cli("evaluate", tiny.run, "--ensemble", other, "--bootstrap", "0")
+    assert done.status == 0
+    assert done.out.startswith(f"{tiny.run} + {other}, checkpoint last")
+    done = cli("evaluate", tiny.run, "--ensemble", other, "--bootstrap", "0", "--json")
+    assert json.loads(done.out)["ensemble"] == [str(other)]
+    done = cli("evaluate", tiny.run, "--ensemble", other, "--sweep", "beam-size=1,2")
+    assert (done.status, done.out.count("BLEU")) == (0, 2)
+
+
+def test_runs_with_other_tokens_are_refused(tiny, tmp_path, cli):
+    other = tmp_path / "other"
+    shutil.copytree(tiny.run, other)
+    config = Config.from_json((other / "config.json").read_text())
+    changed = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=301))
+    (other / "config.json").write_text(changed.to_json())
+    with pytest.raises(UserError, match=r"cannot be in an ensemble with .*: model\.vocab_size is 301 there"):
+        Translator.load(tiny.run, ensemble=[other])
+    (other / "config.json").write_text(config.to_json())
+    (file,) = (other / "tokenizer").iterdir()
+    tokenizer = json.loads(file.read_text())
+    merges = tokenizer["library"]["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+    file.write_text(json.dumps(tokenizer))
+    done = cli("translate", tiny.run, "--ensemble", other, stdin=b"the dog\n")
+    assert (done.status, done.out) == (1, "")
+    assert "their tokenizers are not the same" in done.err

@@ -1,0 +1,101 @@
+"""Which word of the source each word of a translation comes from, as cross-attention has it."""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from transformer_jax.decoding.batches import pad, pair_batches
+from transformer_jax.decoding.translator import Hypothesis, Translator
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Transformer, attention_maps
+from transformer_jax.types import Params
+
+_MOST_WEIGHTS = 2**24  # of a batch, 64 MB in float32 for each layer
+
+
+class Alignment(NamedTuple):
+    """A translation's tokens and the source's; EOS has no part in it."""
+
+    source_tokens: tuple[str, ...]
+    target_tokens: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...]
+    """(place of a source token, place of a target token), from 0: one for each target token."""
+
+
+def align(
+    translator: Translator,
+    texts: Sequence[str],
+    translations: Sequence[Sequence[Hypothesis]],
+    layer: int | None = None,
+) -> list[list[Alignment]]:
+    """The source token that each target token attends to most, by the mean over the heads of one layer.
+
+    The decoder reads the translations once more. What counts is the attention of the position that writes a token. Of
+    an ensemble the mean over its members is taken.
+
+    Args:
+        translator: the model.
+        texts: the sources.
+        translations: those of each source, as `translate_n_best` gives them.
+        layer: of the decoder, from 1; None: the last but one, whose attention is most like an alignment by hand (Garg
+            et al. 2019), or the only one.
+
+    Returns:
+        As many for each text as it has translations.
+
+    Raises:
+        UserError: a model without such a layer.
+    """
+    for config, _ in translator.members:
+        if layer is not None and not 1 <= layer <= config.decoder.num_layers:
+            raise UserError(f"layer is {layer}; the decoder has layers 1 to {config.decoder.num_layers}")
+    model = translator.config.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a line that is too long: it was said when it was translated
+        sources = translator.encode(texts)
+    places = [(text, rank) for text, found in enumerate(translations) for rank in range(len(found))]
+    src = [sources[text] for text, _ in places]
+    tgt = [list(translations[text][rank].token_ids) for text, rank in places]
+    results: list[list[Alignment]] = [[] for _ in texts]
+    weights: list[np.ndarray] = [np.zeros((0, 0))] * len(places)
+    heads = max(config.decoder.num_heads for config, _ in translator.members)
+    longest = max(map(len, src), default=0)
+    for chosen, (size, source_length, target_length) in pair_batches(
+        [len(ids) for ids in src], [len(ids) for ids in tgt], translator.room, _MOST_WEIGHTS, heads * max(longest, 1)
+    ):
+        src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
+        tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)
+        found = [
+            _cross_attention(
+                Transformer(config), params, src_ids, tgt_in, (layer or max(config.decoder.num_layers - 1, 1)) - 1
+            )
+            for config, params in translator.members
+        ]
+        mean = np.mean(jax.device_get(found), axis=0)
+        for row, index in enumerate(chosen):
+            weights[index] = mean[row]
+    for (text, _), source_ids, target_ids, one in zip(places, src, tgt, weights, strict=True):
+        source = source_ids[: len(source_ids) - model.source_eos]
+        target = target_ids[: len(target_ids) - (target_ids[-1:] == [model.eos_id])]
+        best = one[: len(target), : len(source)].argmax(axis=1) if source and target else []
+        results[text].append(
+            Alignment(
+                tuple(translator.tokenizers.source.pieces(source)),
+                tuple(translator.tokenizers.target.pieces(target)),
+                tuple((int(place), number) for number, place in enumerate(best)),
+            )
+        )
+    return results
+
+
+@partial(jax.jit, static_argnums=(0, 4))
+def _cross_attention(
+    model: Transformer, params: Params, src: Int[Array, "b s"], tgt_in: Int[Array, "b t"], layer: int
+) -> Float[Array, "b t s"]:
+    """The mean over the heads of a decoder layer."""
+    return attention_maps(model, params, src, tgt_in)[f"decoder/layer_{layer}/cross_attention"].mean(axis=1)

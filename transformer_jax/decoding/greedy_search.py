@@ -1,0 +1,209 @@
+"""Searches without a beam, where each next token is the most probable one, or is drawn. `search_loop`: the callback."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from transformer_jax.decoding.best_tokens import best_tokens
+from transformer_jax.decoding.hypotheses import SearchResult, best_of
+from transformer_jax.decoding.sampling import Sampling, draw_tokens
+from transformer_jax.decoding.search_loop import (
+    GrowFn,
+    State,
+    StepFn,
+    Watch,
+    Watched,
+    forced_tokens,
+    score_dtype,
+    show,
+    until_done,
+)
+
+
+def greedy_search(
+    step_fn: StepFn,
+    state: State,
+    *,
+    max_lengths: Int[Array, "b"],
+    max_length: int,
+    start_id: int,
+    eos_id: int,
+    pad_id: int,
+    forbidden_ids: Sequence[int] = (),
+    renormalise: bool = False,
+    prefix: Int[Array, "b p"] | None = None,
+    spans: Sequence[int] = (),
+    grow_fn: GrowFn = lambda state, length: state,
+    watch: Watch | None = None,
+) -> SearchResult:
+    """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
+
+    Args:
+        step_fn: see `search_loop`. Rows are sentences.
+        state: what `step_fn` gets first; it must return a state of the same structure, shapes and dtypes.
+        max_lengths: most tokens for each sentence, EOS counted.
+        max_length: the same for all of them, a Python number: the width of the result.
+        start_id: the token read first.
+        eos_id: the token that ends a sentence.
+        pad_id: what follows it; never generated.
+        forbidden_ids: more tokens that are never generated.
+        renormalise: these leave the softmax, rather than being struck out after it.
+        prefix: the tokens that a sentence begins with, whatever their probability; below 0 after the last of them.
+        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
+        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
+        watch: is told what each step did.
+
+    Returns:
+        One hypothesis a sentence (n = 1); its score is its log-probability.
+    """
+
+    def choose(logits: Array, step: Array) -> tuple[Array, Array]:
+        must = forced_tokens(prefix, step)
+        log_probs, ids = best_tokens(logits, 1, pad_id, forbidden_ids, renormalise=renormalise, forced=must)
+        return log_probs[:, 0], ids[:, 0]
+
+    return _token_by_token(
+        step_fn, state, choose, max_lengths, max_length, start_id, eos_id, pad_id, spans, grow_fn, watch
+    )
+
+
+def sample(
+    step_fn: StepFn,
+    state: State,
+    keys: Key[Array, "b n"],
+    sampling: Sampling,
+    *,
+    max_lengths: Int[Array, "b"],
+    max_length: int,
+    start_id: int,
+    eos_id: int,
+    pad_id: int,
+    forbidden_ids: Sequence[int] = (),
+    renormalise: bool = False,
+    prefix: Int[Array, "b p"] | None = None,
+    spans: Sequence[int] = (),
+    grow_fn: GrowFn = lambda state, length: state,
+    watch: Watch | None = None,
+) -> SearchResult:
+    """n hypotheses a sentence, each drawn token after token, and independently of the others.
+
+    Args:
+        step_fn: see `search_loop`. Rows are b * n: row i is draw i % n of sentence i // n.
+        state: what `step_fn` gets first, for b * n rows.
+        keys: a random key for each draw: what is drawn depends on it and on no other draw.
+        sampling: what is drawn from.
+        The others are those of `greedy_search`.
+
+    Returns:
+        The draws, the most probable first; the score of each is its log-probability, that of the model as it is.
+    """
+    b, n = keys.shape
+    rows = keys.reshape(b * n)
+
+    def choose(logits: Array, step: Array) -> tuple[Array, Array]:
+        must = forced_tokens(prefix, step, n)
+        return draw_tokens(
+            logits,
+            jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows, step),
+            sampling,
+            pad_id,
+            forbidden_ids,
+            renormalise=renormalise,
+            forced=must,
+        )
+
+    limits = jnp.repeat(max_lengths, n, total_repeat_length=b * n)
+    drawn = _token_by_token(step_fn, state, choose, limits, max_length, start_id, eos_id, pad_id, spans, grow_fn, watch)
+    return best_of(jax.tree.map(lambda leaf: leaf.reshape(b, n, *leaf.shape[2:]), drawn), n)
+
+
+def _token_by_token(
+    step_fn: StepFn,
+    state: State,
+    choose: Callable[[Float[Array, "rows v"], Int[Array, ""]], tuple[Float[Array, "rows"], Int[Array, "rows"]]],
+    max_lengths: Int[Array, "rows"],
+    max_length: int,
+    start_id: int,
+    eos_id: int,
+    pad_id: int,
+    spans: Sequence[int],
+    grow_fn: GrowFn,
+    watch: Watch | None,
+) -> SearchResult:
+    """One hypothesis a row; `choose(logits, step)` gives each its next token, and log P of that."""
+    (rows,) = max_lengths.shape
+    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
+    start = jnp.full((rows,), start_id, jnp.int32)
+    dtype = score_dtype(step_fn, start, state)
+
+    def advance(search: _Single) -> _Single:
+        logits, state = step_fn(search.last, search.state)
+        log_prob, chosen = choose(logits, search.step)
+        stopped = search.done | (log_prob == -jnp.inf)  # the latter: every token is impossible
+        chosen = jnp.where(stopped, pad_id, chosen)
+        length = search.step + 1
+        after = _Single(
+            step=length,
+            tokens=search.tokens.at[:, search.step].set(chosen),
+            last=chosen,
+            log_probs=jnp.where(search.done, search.log_probs, search.log_probs + log_prob),
+            lengths=jnp.where(stopped, search.lengths, length),
+            done=stopped | (chosen == eos_id) | (length >= limits),
+            state=state,
+        )
+        if watch is not None:
+            show(watch, _watched_single(search, after, eos_id, limits))
+        return after
+
+    found = until_done(
+        advance,
+        _Single(
+            step=jnp.zeros((), jnp.int32),
+            tokens=jnp.full((rows, max_length), pad_id, jnp.int32),
+            last=start,
+            log_probs=jnp.zeros((rows,), dtype),
+            lengths=jnp.zeros((rows,), jnp.int32),
+            done=limits <= 0,
+            state=state,
+        ),
+        (*spans, max_length),
+        grow_fn,
+    )
+    log_probs = found.log_probs[:, None]
+    return SearchResult(
+        tokens=found.tokens[:, None], scores=log_probs, lengths=found.lengths[:, None], log_probs=log_probs
+    )
+
+
+class _Single(NamedTuple):
+    """What the loop of a search with one hypothesis a row carries."""
+
+    step: Int[Array, ""]
+    tokens: Int[Array, "rows l"]
+    last: Int[Array, "rows"]
+    log_probs: Float[Array, "rows"]
+    lengths: Int[Array, "rows"]
+    done: Bool[Array, "rows"]
+    state: State
+
+
+def _watched_single(before: _Single, after: _Single, eos_id: int, limits: Int[Array, "b"]) -> Watched:
+    """A step without a beam: one continuation, which ends or goes on."""
+    candidates = SearchResult(
+        tokens=after.tokens[:, None],
+        scores=after.log_probs[:, None],
+        lengths=after.lengths[:, None],
+        log_probs=after.log_probs[:, None],
+    )
+    ends = (after.last == eos_id)[:, None]
+
+    def only(chosen: Bool[Array, "b 1"]) -> SearchResult:
+        scores = jnp.where(chosen, candidates.scores, -jnp.inf)
+        return candidates._replace(scores=scores, log_probs=scores)
+
+    parents, bound = jnp.zeros_like(candidates.lengths), jnp.full_like(after.log_probs, jnp.nan)
+    lists = candidates, parents, ends, only(~ends), only(ends)
+    return Watched(after.step, *lists, bound, after.step >= limits, after.done, before.done)
