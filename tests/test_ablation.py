@@ -16,6 +16,7 @@ from transformer_jax.ablation import render, run_table3
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.cost import parameters_by_part
+from transformer_jax.pictures.table3_plot import plot_table3, rank_correlation
 from transformer_jax.recipes import load_recipe
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.table3 import PAPER, ROWS, scaled, table3_config
@@ -106,7 +107,8 @@ def flags(corpus: Path, workdir: Path) -> list[str]:
 def test_two_rows_are_trained_scored_and_set_beside_the_papers(cli, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())  # compiles faster than eight
     (tmp_path / "table3.jsonl").write_text('{"row": "C1", torn')
-    done = cli("table3", "base", "B1", *flags(corpus, tmp_path))
+    picture = tmp_path / "rows.svg"
+    done = cli("table3", "base", "B1", *flags(corpus, tmp_path), "--picture", picture)
     assert done.status == 0, done.err
     lines = [line.split() for line in done.out.splitlines()]
     assert [line[0] for line in lines[2:4]] == ["base", "B1"]
@@ -115,6 +117,7 @@ def test_two_rows_are_trained_scored_and_set_beside_the_papers(cli, corpus, tmp_
     assert lines[3][-3:] == ["58", "5.16", "25.1"]
     rows = [json.loads(line) for line in (tmp_path / "table3.jsonl").read_text().splitlines()]
     assert [row["row"] for row in rows] == ["base", "B1"]
+    assert "d_k 1" in picture.read_text()
     for row, line in zip(rows, lines[2:4], strict=True):
         config = RunFolder(tmp_path / row["row"]).load_config()
         assert config.data.test == ""
@@ -167,6 +170,50 @@ def test_wrong_usage_is_found_before_the_training(cli, tmp_path, monkeypatch, ar
     assert (done.status, done.out) == (status, "")
     assert message in plain(done.err)
     assert not list(tmp_path.iterdir())
+
+
+def results_of(perplexities: dict[str, float | None]) -> list[dict]:
+    return [
+        {
+            "row": row,
+            "change": f"{row} is changed",
+            "perplexity": value,
+            "parameters": 1,
+            "bleu": 1.0,
+            "num_sentences": 9,
+            "asked": {"num_steps": 5},
+            "bleu_signature": "nrefs:1",
+        }
+        for row, value in perplexities.items()
+    ]
+
+
+def test_the_rank_correlation_is_scipys():
+    stats = pytest.importorskip("scipy.stats")
+    # base and E are equal in the paper, A4 and B2 too; two of ours are equal, and one is infinite.
+    ours = {"base": 9.0, "E": 9.5, "A4": 9.0, "B2": 12.0, "C1": None, "C5": 30.0, "D1": 8.0, "big": 7.0}
+    expected = stats.spearmanr(
+        [1e9 if value is None else value for value in ours.values()], [PAPER[row].perplexity for row in ours]
+    ).statistic
+    assert rank_correlation(results_of(ours)) == pytest.approx(expected, rel=1e-12)
+    assert f"correlation of the perplexities: {expected:.2f}" in render(results_of(ours))
+    assert math.isnan(rank_correlation(results_of({"base": 9.0})))
+    assert "correlation" not in render(results_of({"base": 9.0, "E": 8.0}))
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture_of_the_rows_beside_the_papers(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / f"rows{suffix}"
+    plot_table3(results_of({"base": 20.0, "C1": 40.0, "big": 15.0, "D1": None}), output)
+    if suffix == ".svg":
+        text = output.read_text()
+        # The paper's best at the top.
+        assert text.index("big is changed") < text.index("base is changed") < text.index("D1 is changed")
+        assert text.index("D1 is changed") < text.index("C1 is changed")
+        assert ">the paper<" in text
+        assert ">here<" in text
+    assert output.stat().st_size > 5_000
 
 
 def test_a_table_of_what_json_cannot_say():

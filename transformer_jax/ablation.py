@@ -12,6 +12,7 @@ from transformer_jax.config import Config
 from transformer_jax.distributed import from_first, only_first
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import count_parameters
+from transformer_jax.pictures.table3_plot import rank_correlation
 from transformer_jax.run.folder import write_atomically
 from transformer_jax.strict_json import to_json
 from transformer_jax.table3 import PAPER, table3_config
@@ -72,7 +73,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             f"{result['row']:6}{result['change']:{width}}{result['parameters'] / 1e6:10.2f}{perplexity:>8}"
             f"{result['bleu']:6.1f}{millions:>10}{paper.perplexity:8.2f}{paper.bleu:6.1f}"
         )
-    first = results[0]
+    first, correlation = results[0], rank_correlation(results)
     return "\n".join(
         [
             *lines,
@@ -80,6 +81,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             f"{first['bleu_signature']}",
             "the paper: newstest2013. Perplexities are per token of a vocabulary: the order of the rows compares, not "
             "the figures",
+            *([f"Spearman's rank correlation of the perplexities: {correlation:.2f}"] if len(results) > 2 else []),
         ]
     )
 

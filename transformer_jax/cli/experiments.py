@@ -30,6 +30,8 @@ def table3(args: list[str]) -> None:
         """Divides d_model and d_ff: 4 gives a base of 128 and 512. Heads and layers stay."""
         workdir: Path = Path("runs") / "table3"
         """The rows' runs are its folders. The same command again goes on with them."""
+        picture: Path | None = None
+        """Draws the rows beside the paper's: a .png, .svg or .pdf file."""
         cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     base = table3_config()
@@ -61,6 +63,10 @@ def table3(args: list[str]) -> None:
             print(to_json(result), flush=True)
     if results and not as_json and is_first():
         print(render(results))
+    if results and parsed.picture is not None and is_first():
+        from transformer_jax.pictures.table3_plot import plot_table3
+
+        plot_table3(results, parsed.picture)
 
 
 def parsing(args: list[str]) -> None:
