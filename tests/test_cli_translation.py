@@ -90,11 +90,25 @@ def test_draws(cli, tiny, translator):
     assert len({one.token_ids for one in expected[0]}) > 1
     assert expected == translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
     assert expected != translator.translate_n_best(LINES, 3, sampling=sampling, seed=4)
-    # A line is drawn by its number: what the others are changes nothing.
-    others = translator.translate_n_best(["two", "a", LINES[2]], 3, sampling=sampling, seed=3)
-    assert [one.token_ids for one in others[2]] == [one.token_ids for one in expected[2]]
+    # A line is drawn by its place: what the others are changes nothing, nor does its place in a batch.
+    for before in (["two", "a"], ["the red house and the blue tree", "a dog"]):
+        others = translator.translate_n_best([*before, LINES[2]], 3, sampling=sampling, seed=3)
+        assert [one.token_ids for one in others[2]] == [one.token_ids for one in expected[2]]
+    alone = translator.translate_n_best(LINES[2:], 3, sampling=sampling, seed=3, first_line=2)
+    assert [one.token_ids for one in alone[0]] == [one.token_ids for one in expected[2]]
+    equal = translator.translate_n_best(["the dog"] * 4, 1, sampling=Sampling())
+    assert len({one.token_ids for (one,) in equal}) == 4
+    with pytest.raises(UserError, match="seed is 4294967296; it must be from 0 to 4294967295"):
+        translator.translate_n_best(LINES, 1, sampling=sampling, seed=2**32)
     with pytest.raises(UserError, match=r"n_best is 0; it must be at least 1$"):
         translator.translate_n_best(LINES, 0, sampling=sampling)
+
+
+def text_of(count, translator):
+    """A target text of so many tokens."""
+    texts = ["Q" * number for number in range(1, 2 * count)]
+    rows = translator.tokenizers.target.encode(texts)
+    return next(text for text, ids in zip(texts, rows, strict=True) if len(ids) == count)
 
 
 def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
@@ -113,14 +127,21 @@ def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
         "",
         translator.translate(LINES)[2],
     ]
-    explained = cli("translate", tiny.run, "--max-extra", "2", "--prefix", "drei", "--explain", stdin=b"the dog\n")
+    file.write_text("drei\n \n\n")
+    spaces = cli("translate", tiny.run, "--max-extra", "2", "--prefixes", file, stdin=stdin)
+    assert spaces.out == done.out
+    how = ["--beam-size", "2", "--max-extra", "2", "--prefixes", file, "--explain", "--n-best", "2"]
+    explained = cli("translate", tiny.run, *how, stdin=stdin)
     assert explained.status == 0
-    assert explained.out.rstrip().rpartition("tokens: ")[2].startswith("drei")
+    report, *_ = explained.out.split("\nsource ")
+    told = [line.partition("tokens: ")[2] for line in report.rpartition("result\n")[2].rstrip().splitlines()]
+    assert len(told) == 2
+    assert all(text.startswith("drei") for text in told)
     # One that is longer than the limit is whole, and followed by something.
-    long = "ein der rot blau hund katze haus baum"
+    long = text_of(16, translator)  # no padding hides its last step
     (found,) = translator.translate_n_best(["a"], 1, prefixes=[long])[0]
     assert found.text.startswith(long)
-    assert found.num_tokens > len(translator.tokenizers.target.encode([long])[0])
+    assert found.num_tokens > 16
     wrong = cli("translate", tiny.run, "--prefixes", file, stdin=b"one line\n")
     assert (wrong.status, wrong.out) == (1, "")
     assert "3 prefixes for 1 texts; each text needs one, which may be empty" in wrong.err
@@ -140,8 +161,13 @@ def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
     assert count <= 8
     found = short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der"])
     assert found[1][0].text.startswith("ein der")
-    with pytest.raises(UserError, match=r"the prefix of line 2 has .* more than the 9 positions of the model"):
-        short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der rot blau hund katze haus"])
+    # Eight tokens and one more have room; nine have none for another.
+    (full,) = short.translate_n_best(["a"], 1, prefixes=[text_of(8, translator)])[0]
+    assert full.num_tokens == 9
+    with pytest.raises(
+        UserError, match=r"the prefix of line 2 has 9 tokens; .* more than the 9 positions of the model"
+    ):
+        short.translate_n_best(["a", "a"], 1, prefixes=["", text_of(9, translator)])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +175,9 @@ def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
     [
         (["--top-k", "3"], "--top-k goes with --sample"),
         (["--seed=3"], "--seed goes with --sample"),
-        (["--sample", "--explain"], "--explain tells of a search"),
+        (["--sample", "--explain"], "--explain is for a search; with --sample there is none"),
+        (["--sample", "--beam_size=2"], "--beam-size is for a search"),
+        (["--explain", "--format", "jsonl"], "--explain is a text to read"),
         (["--alignment"], "--alignment goes with --format jsonl"),
         (["--prefix", "a", "--prefixes", "b"], "exclude each other"),
         (["--sample", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
@@ -185,6 +213,14 @@ def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, transla
     expected = translator.translate(LINES)
     assert seen == [("> ", expected[:count]) for count in range(4)]
     assert "Ctrl-D ends" in capsys.readouterr().err
+
+
+def test_prefixes_of_lines_that_are_typed_are_refused(tiny, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prefixes").write_text("ein\n")
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(SystemExit):
+        module.main(["translate", str(tiny.run), "--prefixes", str(tmp_path / "prefixes")])
+    assert "--prefixes needs the lines on stdin" in capsys.readouterr().err
 
 
 def test_a_line_that_is_typed_twice_is_drawn_twice(tiny, translator, monkeypatch):

@@ -51,6 +51,14 @@ def test_the_command_line_has_it_on(no_variable, flags, is_set, capsys):
     assert (VARIABLE in os.environ) == is_set
 
 
+def test_jax_is_not_imported_before_the_cache_is_chosen():
+    """It reads the variable once, when it is imported."""
+    program = "import sys; from transformer_jax import cli; print('jax' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
+
+
 def test_a_second_process_finds_what_the_first_compiled_and_a_torn_entry_is_compiled_again(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}

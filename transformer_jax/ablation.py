@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from transformer_jax import commands, score_commands
 from transformer_jax.config import Config
 from transformer_jax.distributed import from_first, only_first
@@ -54,6 +56,8 @@ def run_table3(
             }
             text = "".join(to_json(known[name]) + "\n" for name in PAPER if name in known)
             only_first(partial(write_atomically, file, text))
+        # What a row compiled is mapped into memory in thousands of places, of which a process may have 65,530.
+        jax.clear_caches()
         yield known[row]
 
 

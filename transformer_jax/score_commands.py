@@ -69,7 +69,8 @@ def evaluate_runs(
         check_complete(report, given)
         result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
         if ensemble:
-            result["ensemble"] = [str(other) for other in ensemble]
+            others = zip(ensemble, translator.members[1:], strict=True)
+            result["ensemble"] = [{"run": str(other), "checkpoint": member.checkpoint} for other, member in others]
         if is_first():
             is_tokenized, language = config.tokenizer.kind == "presegmented", config.data.target_language
             sides = report.translations, report.references
@@ -91,8 +92,11 @@ def sweep(
     """
     grid = parse_grid(settings)
     pairs = pairs or split_of(RunFolder(Path(run)).load_config(), split, run)
+    runs: dict[str, Any] = {"run": str(run)}
+    if options.get("ensemble"):
+        runs["ensemble"] = [{"run": str(other)} for other in options["ensemble"]]
     for setting, scores in try_settings(run, pairs, grid, **options):
-        yield {"run": str(run), "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
+        yield {**runs, "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
 
 
 def split_of(config: Config, split: str, run: str | Path) -> Pairs:

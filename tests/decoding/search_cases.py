@@ -130,31 +130,38 @@ def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=
     return sorted(ended, reverse=True) + sorted(cut, reverse=True)
 
 
-def continuations(model, sentence, live, k, renormalise=False):
-    """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK."""
+def continuations(model, sentence, live, k, prefix=(), renormalise=False):
+    """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK.
+
+    Within the prefix there is one way, and its probability is that among all tokens.
+    """
     found = []
     for log_prob, tokens in live:
         log_probs = model.log_probs(sentence, tokens)
+        if len(tokens) < len(prefix):
+            token = prefix[len(tokens)]
+            found.append((log_prob + log_probs[token], [*tokens, token]))
+            continue
         rest = math.log(1 - math.exp(log_probs[UNK])) if renormalise else 0.0
         found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in range(model.v) if t not in (PAD, UNK)]
     return sorted(found, reverse=True)[: 2 * k]
 
 
-def reference_paper(model, sentence, limit, k, n, kind, alpha):
+def reference_paper(model, sentence, limit, k, n, kind, alpha, prefix=()):
     """Never stops early, keeps every hypothesis that ended."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k)
+        found = continuations(model, sentence, live, k, prefix)
         ended += [(p / penalty(kind, length, alpha), y, p) for p, y in found if y[-1] == EOS]
         live = [(p, y) for p, y in found if y[-1] != EOS][:k]
     return (sorted(ended, reverse=True) + [(p / penalty(kind, limit, alpha), y, p) for p, y in live])[:n]
 
 
-def reference_huggingface(model, sentence, limit, k, n, kind, alpha):
+def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=()):
     """A list of at most k that ended; on it goes while that list is short or can, at this length, be improved."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k)
+        found = continuations(model, sentence, live, k, prefix)
         for log_prob, tokens in found[:k]:
             if tokens[-1] == EOS or length == limit:
                 ended.append((log_prob / penalty(kind, length, alpha), tokens, log_prob))
@@ -165,11 +172,11 @@ def reference_huggingface(model, sentence, limit, k, n, kind, alpha):
     return ended[:n]
 
 
-def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha):
+def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha, prefix=()):
     """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
     live, ended, top_ended = [(0.0, [])], [], False
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, renormalise=True)
+        found = continuations(model, sentence, live, k, prefix, renormalise=True)
         spare = [candidate for candidate in found[k:] if candidate[1][-1] != EOS]
         live = []
         for place, (log_prob, tokens) in enumerate(found[:k]):

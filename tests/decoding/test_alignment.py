@@ -7,6 +7,7 @@ import pytest
 from test_commands import tiny_run
 from test_translator import make, sentences
 
+from transformer_jax.decoding import alignment
 from transformer_jax.decoding.alignment import align
 from transformer_jax.decoding.ensemble import Member
 from transformer_jax.decoding.translator import Hypothesis, Translator
@@ -79,7 +80,9 @@ def tiny(tmp_path_factory):
     return tiny_run(tmp_path_factory)
 
 
-def test_a_batch_is_as_one_by_one(tiny):
+@pytest.mark.parametrize("most", [2**24, 1])
+def test_a_batch_is_as_one_by_one(tiny, monkeypatch, most):
+    monkeypatch.setattr(alignment, "_MOST_WEIGHTS", most)  # 1: each pair is a batch
     translator = Translator.load(tiny.run, beam_size=2)
     texts = ["the dog", "a cat sees the blue house", "two"]
     found = translator.translate_n_best(texts, 2)

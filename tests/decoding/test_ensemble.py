@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from test_commands import tiny_run
 
+from transformer_jax import commands
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
+from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.cached_search import mean_of_probabilities
 from transformer_jax.decoding.ensemble import Member
 from transformer_jax.decoding.translator import Translator
@@ -37,8 +39,19 @@ def alone(tiny):
 
 @pytest.fixture(scope="module")
 def both(alone):
-    """With a member of another depth, and of other random parameters."""
-    config = dataclasses.replace(alone.config.model, num_layers=2, d_model=8, num_heads=1)
+    """With a member of another depth and size, of learned positions, no ties, and another first input."""
+    config = dataclasses.replace(
+        alone.config.model,
+        num_layers=2,
+        d_model=8,
+        num_heads=1,
+        positions="learned",
+        max_length=64,
+        tie_embeddings="none",
+        decoder_start="zeros",
+        norm_position="pre",
+        final_norm=True,
+    )
     tokens = jnp.zeros((1, 2), jnp.int32)
     params = jax.tree.map(lambda leaf: leaf * 2, Transformer(config).init(jax.random.key(5), tokens, tokens)["params"])
     return Translator(alone.config, alone.params, alone.tokenizers, [Member(config, params)])
@@ -56,8 +69,8 @@ def log_prob_by_hand(translator, source, ids):
     sides = [src, [model.start_id, *ids[:-1]]]
     padded = [jnp.asarray(np.pad(np.array([side], np.int32), ((0, 0), (0, width - len(side))))) for side in sides]
     probs = []
-    for config, params in translator.members:
-        logits = np.asarray(apply(config)({"params": params}, *padded), np.float64)[0, : len(ids)]
+    for member in translator.members:
+        logits = np.asarray(apply(member.config)({"params": member.params}, *padded), np.float64)[0, : len(ids)]
         every = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
         probs.append(every[np.arange(len(ids)), list(ids)])
     return np.log(np.mean(probs, axis=0)).sum()
@@ -101,21 +114,81 @@ def test_pairs_and_the_perplexity_are_scored_by_the_mean_too(tiny, both):
     assert evaluate_pairs(both, pairs).perplexity == pytest.approx(math.exp(-total / count), rel=1e-6)
 
 
-def test_the_commands(tiny, cli, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(tiny.run, other)
-    loaded = Translator.load(tiny.run, ensemble=[other], max_extra=2)
-    stdin = ("\n".join(LINES) + "\n").encode()
+@pytest.fixture(scope="module")
+def other(tiny, tmp_path_factory):
+    """A run of the same corpus from other random parameters, with checkpoints 2 and 4."""
+    config = Config.from_json((tiny.run / "config.json").read_text())
+    run = tmp_path_factory.mktemp("ensemble") / "other"
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=7))
+    commands.train(config, run, lambda _: None)
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*translated into nothing")  # after so few steps
+def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
+    def members(*checkpoints):
+        runs = zip((tiny.run, other), checkpoints, strict=True)
+        first, second = (Translator.load(run, checkpoint=step, max_extra=2) for run, step in runs)
+        return Translator(first.config, first.params, first.tokenizers, second.members)
+
+    expected, stdin = members("last", "last"), ("\n".join(LINES) + "\n").encode()
     done = cli("translate", tiny.run, "--max-extra", "2", "--ensemble", other, stdin=stdin)
     assert (done.status, done.err) == (0, "")
-    assert done.out.split("\n")[:-1] == loaded.translate(LINES)
-    done = cli("evaluate", tiny.run, "--ensemble", other, "--bootstrap", "0")
-    assert done.status == 0
-    assert done.out.startswith(f"{tiny.run} + {other}, checkpoint last")
-    done = cli("evaluate", tiny.run, "--ensemble", other, "--bootstrap", "0", "--json")
-    assert json.loads(done.out)["ensemble"] == [str(other)]
-    done = cli("evaluate", tiny.run, "--ensemble", other, "--sweep", "beam-size=1,2")
-    assert (done.status, done.out.count("BLEU")) == (0, 2)
+    assert done.out.split("\n")[:-1] == expected.translate(LINES)
+    assert expected.translate(LINES) != Translator.load(tiny.run, max_extra=2).translate(LINES)
+    assert expected.translate(LINES) != Translator.load(other, max_extra=2).translate(LINES)
+
+    pairs = read_split(tiny.config.data, "test")
+    report = evaluate_pairs(expected, pairs)
+    done = cli("evaluate", tiny.run, "--max-extra", "2", "--ensemble", other, "--bootstrap", "0", "--json")
+    found = json.loads(done.out)
+    assert found["perplexity"] == pytest.approx(report.perplexity, rel=1e-5)
+    assert found["chrf"] == pytest.approx(report.scores.chrf, rel=1e-5)
+    assert found["ensemble"] == [{"run": str(other), "checkpoint": "last"}]
+    done = cli("evaluate", tiny.run, "--max-extra", "2", "--ensemble", other, "--bootstrap", "0", "--checkpoint", "2")
+    assert done.out.startswith(f"{tiny.run}, checkpoint 2 + {other}, checkpoint 2\n")
+    perplexity = evaluate_pairs(members("2", "2"), pairs).perplexity
+    assert f"perplexity {perplexity:.3f}" in done.out
+    assert perplexity != pytest.approx(report.perplexity, rel=1e-4)
+
+    for name, lines in (("source", LINES), ("target", LINES[::-1])):
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    files = ["--source", tmp_path / "source", "--target", tmp_path / "target", "--format", "jsonl"]
+    done = cli("score", tiny.run, *files, "--ensemble", other)
+    scored = score_pairs(expected, Pairs(LINES, LINES[::-1], "here"))
+    for line, one in zip(done.out.splitlines(), scored, strict=True):
+        assert json.loads(line)["log_prob"] == pytest.approx(one.log_prob, rel=1e-5)
+
+    how = ["--max-extra", "2", "--ensemble", other, "--sweep", "beam-size=1", "--split", "test"]
+    done = cli("evaluate", tiny.run, *how)
+    assert f"{tiny.run} + {other}, " in done.out
+    assert f"chrF {report.scores.chrf:6.2f}" in done.out
+
+
+@pytest.mark.parametrize("weights", ["int8", "bfloat16"])
+def test_members_are_rounded_as_one_run_is(both, weights):
+    exact, rounded = both.translate_n_best(LINES, 1), both.with_decoding(weights=weights).translate_n_best(LINES, 1)
+    assert rounded != exact
+    for line, (one,) in zip(LINES, rounded, strict=True):
+        if line:
+            assert one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=0.03)
+
+
+def test_the_shortest_table_of_positions_counts(tiny, alone):
+    config = dataclasses.replace(alone.config.model, positions="learned", max_length=12)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Transformer(config).init(jax.random.key(5), tokens, tokens)["params"]
+    short = Translator(alone.config, alone.params, alone.tokenizers, [Member(config, params)])
+    long = " ".join(["zwei"] * 30)
+    assert max(one.num_tokens for one in short.translate_n_best(["the dog"], 3)[0]) <= 12
+    for score in (score_pairs, evaluate_pairs):
+        with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens, and the learned .* has room for 12"):
+            score(short, Pairs(["a", "the dog"], ["zwei", long], "here"))
+
+
+def test_a_list_of_runs_is_needed(tiny):
+    with pytest.raises(UserError, match="ensemble is the string 'runs/b'; a list of runs is needed"):
+        Translator.load(tiny.run, ensemble="runs/b")
 
 
 def test_runs_with_other_tokens_are_refused(tiny, tmp_path, cli):

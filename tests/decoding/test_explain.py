@@ -207,7 +207,7 @@ def test_the_command(monkeypatch, capsysbinary, tmp_path):
     monkeypatch.setattr(module, "explain", lambda *given: seen.append(given) or ["first\nsecond \ud83d", "third"])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"two\n\n"), isatty=lambda: False))
     assert cli.main(["translate", str(tmp_path), "--explain", "--beam-size", "2", "--no-compilation-cache"]) == 0
-    assert seen == [(((tmp_path,), {"beam_size": 2}), ["two", ""])]
+    assert seen == [(((tmp_path,), {"ensemble": (), "beam_size": 2}), ["two", ""], 1, None)]
     assert capsysbinary.readouterr().out.decode() == "first\nsecond ?\n\nthird\n"
 
 

@@ -226,25 +226,35 @@ def test_a_wide_beam_with_a_prefix_finds_what_enumeration_finds_of_those_that_be
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_a_prefix_leaves_the_others_of_its_batch_alone(stopping):
+@pytest.mark.parametrize(("k", "n", "kind", "alpha"), [(1, 1, "gnmt", 0.6), (3, 2, "power", 1.0), (4, 4, "none", 0.6)])
+def test_rules_with_prefixes_agree_with_plain_loops(stopping, k, n, kind, alpha):
+    """None, short ones, one with what is forbidden elsewhere, and one as long as the limit, side by side."""
     model = Model(13, 1.5)
-    sentences, limits = list(range(12)), [9] * 12
-    prefixes = [(5, 7) if row % 3 == 0 else () for row in sentences]
-    options = {"k": 3, "n_best": 2, "stopping": stopping, "forbidden_ids": (UNK,)}
-    free = beams(model, sentences, limits, **options)
-    result = prefixed(model, sentences, limits, prefixes, **options)
-    for row, prefix in enumerate(prefixes):
-        assert result.tokens[row, 0, : len(prefix)].tolist() == list(prefix)
-        if not prefix:
-            jax.tree.map(lambda one, other: np.testing.assert_array_equal(one[row], other[row]), result, free)  # noqa: B023  called at once
+    sentences, limits = list(range(12)), [9, 9, 9, 4] * 3
+    prefixes = [(), (5, 7), (UNK,), (8, 4, 4, 9)] * 3
+    options = {"stopping": stopping, "length_penalty": kind, "alpha": alpha, "forbidden_ids": (UNK,)}
+    result = prefixed(model, sentences, limits, prefixes, k=k, n_best=n, **options)
+    for row, (sentence, limit, prefix) in enumerate(zip(sentences, limits, prefixes, strict=True)):
+        expected = REFERENCES[stopping](model, sentence, limit, k, n, kind, alpha, prefix=prefix)[:n]
+        if len(expected) == n:
+            check(result, row, expected, 9)
+        else:  # a prefix up to the limit: there is one hypothesis, and the other places are empty
+            assert prefix == (8, 4, 4, 9)
+            assert result.tokens[row, 0, :4].tolist() == expected[0][1]
+            assert np.all(result.scores[row, len(expected) :] == -np.inf)
 
 
-def test_a_prefix_may_have_what_is_forbidden_elsewhere():
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_a_prefix_may_have_what_is_forbidden_elsewhere(renormalise):
     model = Model(9)
-    result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,))
+    result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,), renormalise=renormalise)
     assert result.tokens[0, 0, :2].tolist() == [UNK, 5]
     assert UNK not in result.tokens[0, 0, 2:]
-    total = sum(model.log_probs(3, result.tokens[0, 0, :i].tolist())[t] for i, t in enumerate(result.tokens[0, 0]) if t)
+    total = 0.0
+    for place, token in enumerate(result.tokens[0, 0, : result.lengths[0, 0]].tolist()):
+        log_probs = model.log_probs(3, result.tokens[0, 0, :place].tolist())
+        # The forced ones are probable as the model has them; what follows leaves out what is forbidden.
+        total += log_probs[token] - (np.log1p(-np.exp(log_probs[UNK])) if renormalise and place >= 2 else 0)
     assert result.log_probs[0, 0] == pytest.approx(total, rel=1e-5)
 
 

@@ -20,6 +20,7 @@ from transformer_jax.decoding import cached_search
 from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.batches import padded_length
 from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator, search
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_params
@@ -128,6 +129,13 @@ def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, mo
         assert shapes(large) == {expected}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert shapes(translator) == {(512, 8)}
+
+
+def test_draws_are_rows_of_the_batch(calls):
+    translator = make(decoding={"batch_tokens": 256}, max_length=256)
+    translator.translate_n_best(sentences(*[7] * 40), 8, sampling=Sampling())
+    assert {call.src.shape for call in calls} == {(4, 8)}  # of 8 draws each: 256 tokens
+    assert calls[0].keys.shape == (4, 8)
 
 
 def test_a_cpu_searches_as_many_batches_at_a_time_as_it_has_cores(calls, monkeypatch):
@@ -308,10 +316,11 @@ def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weig
     translator = make(decoding={"weights": weights})
     translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
-    model, decoding = translator._model, translator.config.decoding
-    assert translator._prepare().decoder.embedding.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
+    model, decoding = Transformer(translator.config.model), translator.config.decoding
+    (prepared,) = translator._prepare()
+    assert prepared.decoder.embedding.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
     options = {"model": model, "decoding": decoding, "max_length": 5}
-    found = jax.device_get(search(translator._prepare(), jnp.asarray(src), jnp.array([5, 5]), **options))
+    found = jax.device_get(search(prepared, jnp.asarray(src), jnp.array([5, 5]), **options))
     log_probs = teacher_forced(translator, src, found.tokens[:, 0])
     for row in range(2):
         length = found.lengths[row, 0]

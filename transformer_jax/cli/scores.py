@@ -79,7 +79,8 @@ def evaluate(args: list[str]) -> None:
         if parsed.json:
             print(to_json(result), flush=True)
             continue
-        print(f"{' + '.join([result['run'], *result.get('ensemble', [])])}, checkpoint {result['checkpoint']}")
+        members = (result, *result.get("ensemble", ()))
+        print(" + ".join(f"{one['run']}, checkpoint {one['checkpoint']}" for one in members))
         say_result(result, print)
         if first is not None and parsed.bootstrap:
             say_difference(result, first, print)
@@ -95,7 +96,8 @@ def _print_sweep(results: Iterable[dict[str, Any]], as_json: bool) -> None:
             print(to_json(result), flush=True)
             continue
         if not best:
-            print(f"{result['run']}, {result['split']}  ({result['bleu_signature']})")
+            runs = " + ".join(one["run"] for one in (result, *result.get("ensemble", ())))
+            print(f"{runs}, {result['split']}  ({result['bleu_signature']})")
         line = f"BLEU {result['bleu']:6.2f}  chrF {result['chrf']:6.2f}  " + _setting(result["setting"])
         print(line, flush=True)
         if not best or result["bleu"] > best["bleu"]:

@@ -32,14 +32,15 @@ def translate(args: list[str]) -> None:
         run: Positional[Path]
         """The run's folder."""
         n_best: int = 1
-        """So many translations of each line, at most the beam; as text they are written `LINE ||| TEXT ||| SCORE`."""
+        """So many translations of each line, at most the beam, or so many draws; as text they are written
+        `LINE ||| TEXT ||| SCORE`."""
         format: Literal["text", "jsonl"] = "text"
         """jsonl: an object for each line, with its translations, their scores and log-probabilities."""
         alignment: bool = False
         """In JSON lines: the tokens too, and which of the source each of a translation comes from, by
         cross-attention."""
         prefix: str | None = None
-        """What every translation begins with."""
+        """What every translation begins with, as far as the vocabulary knows it."""
         prefixes: Path | None = None
         """A file with what each line's translation begins with; an empty line leaves it free."""
         ensemble: tuple[Path, ...] = ()
@@ -49,7 +50,7 @@ def translate(args: list[str]) -> None:
         """Draw each token at random, rather than search for the most probable; `n_best` draws of each line."""
         sampling: Annotated[Sampling, arg(name="")] = field(default_factory=Sampling)
         seed: int = 0
-        """Of the draws: the same seed, the same draws for the same lines in the same order."""
+        """Of the draws: the same seed draws the same for the same line at the same place."""
         explain: bool = False
         """In place of translations, tell step by step how they are found; for a few lines."""
         cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
@@ -67,6 +68,8 @@ def translate(args: list[str]) -> None:
     from transformer_jax.data.text_files import read_lines
     from transformer_jax.decoding.translator import Translator
 
+    if parsed.prefixes is not None and not with_others and not parsed.explain and sys.stdin.isatty():
+        usage_error("translate", "--prefixes needs the lines on stdin; in a conversation --prefix is the same for all")
     translator = Translator.load(parsed.run, ensemble=parsed.ensemble, **given_fields(parsed.decoding, args))
     given = None if parsed.prefixes is None else read_lines(parsed.prefixes)
 
@@ -77,14 +80,13 @@ def translate(args: list[str]) -> None:
         from transformer_jax.decoding.explain import explain
 
         lines = _stdin_lines() if is_first() else []
-        told = explain(translator, lines, prefixes=prefixes(len(lines))) if is_first() else []
+        told = explain(translator, lines, parsed.n_best, prefixes(len(lines))) if is_first() else []
         sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
         return
     options: dict[str, Any] = {"sampling": parsed.sampling if parsed.sample else None}
     if not with_others and sys.stdin.isatty():
         for number, line in enumerate(_conversation()):
-            # Another seed for each line: who types a line twice wants another draw.
-            options |= {"prefixes": prefixes(1), "seed": parsed.seed + number}
+            options |= {"prefixes": prefixes(1), "seed": parsed.seed, "first_line": number}
             found = translator.translate_n_best([line], parsed.n_best, **options)
             _write(number, line, found[0], _alignments(translator, [line], found, parsed.alignment)[0], parsed)
             sys.stdout.buffer.flush()
@@ -102,21 +104,18 @@ def translate(args: list[str]) -> None:
 
 def _check_usage(parsed: Any, args: Sequence[str]) -> None:
     """Flags that mean nothing together are refused, rather than ignored."""
-    flags = [flag for flag in ("--temperature", "--top-k", "--top-p", "--seed") if _is_given(flag, args)]
-    if flags and not parsed.sample:
-        usage_error("translate", f"{flags[0]} goes with --sample")
-    if parsed.sample and parsed.explain:
-        usage_error("translate", "--explain tells of a search; with --sample there is none")
+    drawing = ("--temperature", "--top-k", "--top-p", "--seed")
+    searching = ("--beam-size", "--alpha", "--length-penalty", "--stopping", "--explain")
+    for flag in drawing if not parsed.sample else searching:
+        if any(given.partition("=")[0].replace("_", "-") == flag for given in args):
+            needed = "is for a search; with --sample there is none" if parsed.sample else "goes with --sample"
+            usage_error("translate", f"{flag} {needed}")
+    if parsed.explain and parsed.format != "text":
+        usage_error("translate", "--explain is a text to read; it has no --format jsonl")
     if parsed.alignment and parsed.format != "jsonl":
         usage_error("translate", "--alignment goes with --format jsonl")
     if parsed.prefix is not None and parsed.prefixes is not None:
         usage_error("translate", "--prefix and --prefixes exclude each other")
-    if parsed.prefixes is not None and not parsed.explain and sys.stdin.isatty():
-        usage_error("translate", "--prefixes needs the lines on stdin; in a conversation --prefix is the same for all")
-
-
-def _is_given(flag: str, args: Sequence[str]) -> bool:
-    return any(given.partition("=")[0].replace("_", "-") == flag for given in args)
 
 
 def _alignments(

@@ -51,9 +51,9 @@ def align(
     Raises:
         UserError: a model without such a layer.
     """
-    for config, _ in translator.members:
-        if layer is not None and not 1 <= layer <= config.decoder.num_layers:
-            raise UserError(f"layer is {layer}; the decoder has layers 1 to {config.decoder.num_layers}")
+    depths = [member.config.decoder.num_layers for member in translator.members]
+    if layer is not None and not 1 <= layer <= min(depths):
+        raise UserError(f"layer is {layer}; the decoder has layers 1 to {min(depths)}")
     model = translator.config.model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a line that is too long: it was said when it was translated
@@ -63,19 +63,17 @@ def align(
     tgt = [list(translations[text][rank].token_ids) for text, rank in places]
     results: list[list[Alignment]] = [[] for _ in texts]
     weights: list[np.ndarray] = [np.zeros((0, 0))] * len(places)
-    heads = max(config.decoder.num_heads for config, _ in translator.members)
+    heads = max(member.config.decoder.num_heads for member in translator.members)
     longest = max(map(len, src), default=0)
     for chosen, (size, source_length, target_length) in pair_batches(
         [len(ids) for ids in src], [len(ids) for ids in tgt], translator.room, _MOST_WEIGHTS, heads * max(longest, 1)
     ):
         src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
         tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)
-        found = [
-            _cross_attention(
-                Transformer(config), params, src_ids, tgt_in, (layer or max(config.decoder.num_layers - 1, 1)) - 1
-            )
-            for config, params in translator.members
-        ]
+        found = []
+        for member, depth in zip(translator.members, depths, strict=True):
+            place = (layer or max(depth - 1, 1)) - 1
+            found.append(_cross_attention(Transformer(member.config), member.params, src_ids, tgt_in, place))
         mean = np.mean(jax.device_get(found), axis=0)
         for row, index in enumerate(chosen):
             weights[index] = mean[row]

@@ -38,10 +38,14 @@ def best_tokens(
     log_probs = jnp.where(best == -jnp.inf, -jnp.inf, best - normaliser)  # where: -inf - -inf is NaN
     if forced is None:
         return log_probs, ids
-    is_forced, forced = (forced >= 0)[:, None], jnp.maximum(forced, 0)[:, None]
-    first = (jnp.arange(n) == 0)[None]
-    own = jnp.where(first, jnp.take_along_axis(logits, forced, axis=1) - normaliser, -jnp.inf)
-    return jnp.where(is_forced, own, log_probs), jnp.where(is_forced, forced, ids)
+    is_forced, is_first = (forced >= 0)[:, None], (jnp.arange(n) == 0)[None]
+    own = jnp.where(is_first, forced_log_probs(logits, forced)[:, None], -jnp.inf)
+    return jnp.where(is_forced, own, log_probs), jnp.where(is_forced, forced[:, None], ids)
+
+
+def forced_log_probs(logits: Float[Array, "rows v"], forced: Int[Array, "rows"]) -> Float[Array, "rows"]:
+    """log P of the forced token of each row, in a softmax of all tokens: it may be one that is forbidden elsewhere."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(forced, 0)[:, None], axis=1)[:, 0]
 
 
 def possible_tokens(

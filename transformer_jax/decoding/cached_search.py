@@ -95,7 +95,7 @@ def search(
         prefix: the tokens that each output begins with; below 0 after the last of them.
         sampling: draw tokens from this, rather than search for the most probable.
         keys: a random key for each draw.
-        watch: is told what each step did; each function is compiled for itself.
+        watch: is told what each step of a search did, not of draws; each function is compiled for itself.
 
     Raises:
         UserError: `max_length` is more than the learned position table has.
@@ -104,13 +104,11 @@ def search(
         model = (model,)
         params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, decoding.weights),)
     config, spans = model[0].config, tuple(span for span in SPANS if span < max_length)
-    options: dict[str, Any] = {
-        "max_length": max_length,
-        "beam_size": decoding.beam_size if keys is None else keys.shape[1],
-        "room": min((*spans, max_length)),
-    }
+    # Draws of a sentence share what the encoder says, and nothing else: they are no beam.
+    beam_size, times = (decoding.beam_size, 1) if keys is None else (1, keys.shape[1])
+    cache_options = {"max_length": max_length, "room": min((*spans, max_length)), "beam_size": beam_size}
     members = [
-        _start(prepared, src, _computing(one.config, decoding.weights), **options)
+        _start(prepared, src, _computing(one.config, decoding.weights), times, cache_options)
         for prepared, one in zip(params, model, strict=True)
     ]
 
@@ -121,7 +119,7 @@ def search(
     caches = tuple(cache for _, cache in members)
     if decoding.renormalise:
         forbidden_ids = (config.pad_id, *forbidden_ids)
-    options = {
+    options: dict[str, Any] = {
         "max_lengths": limits,
         "max_length": max_length,
         "start_id": config.start_id,
@@ -132,13 +130,12 @@ def search(
         "prefix": prefix,
         "spans": spans,
         "grow_fn": _of_each(grow),
-        "watch": watch,
     }
     if sampling is not None:
         assert keys is not None  # they go together
         return sample(step_fn, caches, keys, sampling, **options)
     if decoding.beam_size == 1:
-        return greedy_search(step_fn, caches, **options)
+        return greedy_search(step_fn, caches, watch=watch, **options)
     return beam_search(
         step_fn,
         caches,
@@ -148,6 +145,7 @@ def search(
         length_penalty=decoding.length_penalty,
         stopping=decoding.stopping,
         n_best=n_best,
+        watch=watch,
         **options,
     )
 
@@ -160,11 +158,14 @@ def mean_of_probabilities(logits: Sequence[Float[Array, "rows v"]]) -> Float[Arr
     return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))
 
 
-def _start(prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, **options: Any) -> tuple[StepFn, Cache]:
-    """One model's callback and its cache, after the source was encoded."""
+def _start(
+    prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, times: int, cache_options: dict[str, int]
+) -> tuple[StepFn, Cache]:
+    """One model's callback and its cache, after the source was encoded; each sentence so many times."""
     src_mask = padding_mask(src, config.pad_id)
     memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
-    cache = init_cache(prepared.decoder, memory, src_mask, config=config, **options)
+    memory, src_mask = (jnp.repeat(leaf, times, axis=0) if times > 1 else leaf for leaf in (memory, src_mask))
+    cache = init_cache(prepared.decoder, memory, src_mask, config=config, **cache_options)
     return partial(decode_step, prepared.decoder, config=config), cache
 
 

@@ -19,6 +19,8 @@ class Member(NamedTuple):
 
     config: ModelConfig
     params: Params
+    checkpoint: str = ""
+    """Which parameters of its run these are: last, best, average or a step."""
 
 
 def run_params(folder: RunFolder, config: Config) -> Params:
@@ -55,4 +57,4 @@ def load_member(run: str | Path, first: RunFolder, config: Config, checkpoint: s
         raise UserError(f"{run} cannot be in an ensemble with {first.path}: their tokenizers are not the same")
     if checkpoint is not None:
         own = dataclasses.replace(own, decoding=dataclasses.replace(own.decoding, checkpoint=checkpoint))
-    return Member(own.model, run_params(folder, own))
+    return Member(own.model, run_params(folder, own), own.decoding.checkpoint)

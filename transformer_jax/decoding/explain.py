@@ -1,6 +1,6 @@
 """A search that can be watched: what each step looked at, what lived, ended or was pruned, and what stopped it.
 
-The search itself tells (`search.Watched`), so this is what it did and no second account of it.
+The search itself tells (`search_loop.Watched`), so this is what it did and no second account of it.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.decoding.search_loop import Watched
-from transformer_jax.decoding.translator import Hypothesis, Translator
+from transformer_jax.decoding.translator import Hypothesis, Translator, check_prefixes
 from transformer_jax.errors import UserError
 
 Fate = Literal["lives", "ended", "pruned", "dropped"]
@@ -93,8 +93,8 @@ def explain(
         seen.append(watched)
 
     explanations = []
-    if prefixes is not None and len(prefixes) != len(texts):
-        raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
+    if prefixes is not None:
+        check_prefixes(prefixes, texts)
     for number, text in enumerate(texts):
         seen.clear()
         prefix = None if prefixes is None else [prefixes[number]]

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.decoding.best_tokens import best_tokens
 from transformer_jax.decoding.hypotheses import SearchResult, best_of
-from transformer_jax.decoding.sampling import Sampling, draw_tokens
+from transformer_jax.decoding.random_tokens import draw_tokens
+from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search_loop import (
     GrowFn,
     State,
@@ -66,7 +67,17 @@ def greedy_search(
         return log_probs[:, 0], ids[:, 0]
 
     return _token_by_token(
-        step_fn, state, choose, max_lengths, max_length, start_id, eos_id, pad_id, spans, grow_fn, watch
+        step_fn,
+        state,
+        choose,
+        max_lengths=max_lengths,
+        max_length=max_length,
+        start_id=start_id,
+        eos_id=eos_id,
+        pad_id=pad_id,
+        spans=spans,
+        grow_fn=grow_fn,
+        watch=watch,
     )
 
 
@@ -86,7 +97,6 @@ def sample(
     prefix: Int[Array, "b p"] | None = None,
     spans: Sequence[int] = (),
     grow_fn: GrowFn = lambda state, length: state,
-    watch: Watch | None = None,
 ) -> SearchResult:
     """n hypotheses a sentence, each drawn token after token, and independently of the others.
 
@@ -115,8 +125,18 @@ def sample(
             forced=must,
         )
 
-    limits = jnp.repeat(max_lengths, n, total_repeat_length=b * n)
-    drawn = _token_by_token(step_fn, state, choose, limits, max_length, start_id, eos_id, pad_id, spans, grow_fn, watch)
+    drawn = _token_by_token(
+        step_fn,
+        state,
+        choose,
+        max_lengths=jnp.repeat(max_lengths, n, total_repeat_length=b * n),
+        max_length=max_length,
+        start_id=start_id,
+        eos_id=eos_id,
+        pad_id=pad_id,
+        spans=spans,
+        grow_fn=grow_fn,
+    )
     return best_of(jax.tree.map(lambda leaf: leaf.reshape(b, n, *leaf.shape[2:]), drawn), n)
 
 
@@ -124,6 +144,7 @@ def _token_by_token(
     step_fn: StepFn,
     state: State,
     choose: Callable[[Float[Array, "rows v"], Int[Array, ""]], tuple[Float[Array, "rows"], Int[Array, "rows"]]],
+    *,
     max_lengths: Int[Array, "rows"],
     max_length: int,
     start_id: int,
@@ -131,7 +152,7 @@ def _token_by_token(
     pad_id: int,
     spans: Sequence[int],
     grow_fn: GrowFn,
-    watch: Watch | None,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """One hypothesis a row; `choose(logits, step)` gives each its next token, and log P of that."""
     (rows,) = max_lengths.shape

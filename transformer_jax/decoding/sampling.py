@@ -1,13 +1,7 @@
-"""Drawing the next token at random: temperature, the k most probable, the nucleus."""
+"""What tokens are drawn from. No jax here: the command line knows these settings before jax is configured."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
-
-from transformer_jax.decoding.best_tokens import possible_tokens
 from transformer_jax.errors import UserError
 
 
@@ -27,42 +21,11 @@ class Sampling:
     """Only the fewest most probable tokens whose probabilities reach p together (Holtzman et al. 2020); 1: all."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; it must be above 0 (for 0: beam_size 1, no sampling)")
+        if not 1e-6 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature is {self.temperature}; it must be at least 1e-6 (for 0: beam_size 1, no sampling)"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}; it must be at least 1, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-
-
-def draw_tokens(
-    logits: Float[Array, "rows v"],
-    keys: Key[Array, "rows"],
-    sampling: Sampling,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
-    *,
-    renormalise: bool = False,
-    forced: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
-    """A token for each row, drawn with its key, and log P of it by the model, at temperature 1 and nothing cut.
-
-    If nothing may be generated, log P is -inf. The other arguments are those of `best_tokens.best_tokens`.
-    """
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    possible, normaliser = possible_tokens(logits, pad_id, forbidden_ids, renormalise=renormalise)
-    ids, values = None, possible / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        values, ids = jax.lax.top_k(values, min(sampling.top_k or values.shape[1], values.shape[1]))
-    if sampling.top_p < 1:
-        probs = jax.nn.softmax(values)
-        values = jnp.where(jnp.cumsum(probs, axis=1) - probs < sampling.top_p, values, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(keys, values)[:, None]
-    drawn = drawn if ids is None else jnp.take_along_axis(ids, drawn, axis=1)
-    log_probs = jnp.take_along_axis(possible, drawn, axis=1)
-    if forced is not None:
-        is_forced = (forced >= 0)[:, None]
-        drawn = jnp.where(is_forced, forced[:, None], drawn)
-        log_probs = jnp.where(is_forced, jnp.take_along_axis(logits, drawn, axis=1), log_probs)
-    log_probs = jnp.where(log_probs == -jnp.inf, -jnp.inf, log_probs - normaliser)
-    return log_probs[:, 0], drawn[:, 0]

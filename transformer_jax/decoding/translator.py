@@ -64,7 +64,7 @@ class Translator:
     @property
     def members(self) -> tuple[Member, ...]:
         """The models of the ensemble, of which the first is the run's own; or that alone."""
-        return Member(self.config.model, self.params), *self._others
+        return Member(self.config.model, self.params, self.config.decoding.checkpoint), *self._others
 
     @classmethod
     def load(cls, run: str | Path, *, ensemble: Sequence[str | Path] = (), **decoding: Any) -> "Translator":
@@ -83,6 +83,8 @@ class Translator:
         if unknown:
             raise UserError(f"DecodingConfig has no field {', '.join(sorted(unknown))}")
         config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
+        if isinstance(ensemble, str):
+            raise UserError(f"ensemble is the string {ensemble!r:.80}; a list of runs is needed")
         others = [load_member(other, folder, config, decoding.get("checkpoint")) for other in ensemble]
         return cls(config, run_params(folder, config), TokenizerPair.load(folder.tokenizer), others)
 
@@ -104,6 +106,7 @@ class Translator:
         prefixes: Sequence[str] | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
+        first_line: int = 0,
         shared: bool = False,
         watch: Watch | None = None,
         progress: Callable[[int], None] = lambda count: None,
@@ -119,23 +122,29 @@ class Translator:
                 better end where a word does. Scores count it.
             sampling: draw `n_best` translations from this, rather than search for the most probable; the most probable
                 of them first, scored by their log-probability.
-            seed: what is drawn for the first, second, ... of these texts depends on it and on nothing else that is
-                drawn.
+            seed: from 0 to 2^32 - 1. What is drawn for a text depends on it and on the place of the text, and on
+                nothing else that is drawn.
+            first_line: the place of the first of the texts: where texts come one by one, the number of those before.
             shared: all processes of a job call this with the same texts: each translates its share, all get the whole.
             watch: is told what each step of a search did, as in `explain`.
             progress: is told, each time that some are done, how many.
 
         Raises:
             UserError: n_best is more than the beam, the texts are one string, there are not as many prefixes, or one
-                has more tokens than the model has positions for.
+                has more tokens than the model has positions for; or no such seed.
         """
-        for name, given in (("texts", texts), ("prefixes", prefixes)):
-            if isinstance(given, str):
-                raise UserError(f"{name} is the string {given!r:.80}; a list of strings is needed")
+        if isinstance(texts, str):
+            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
+        if prefixes is not None:
+            check_prefixes(prefixes, texts)
         beam_size = self.config.decoding.beam_size
         if n_best < 1 or (sampling is None and n_best > beam_size):
             most = "" if sampling else f" and at most decoding.beam_size {beam_size}"
             raise UserError(f"n_best is {n_best}; it must be at least 1{most}")
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed is {seed}; it must be from 0 to {2**32 - 1}")
+        if watch is not None and sampling is not None:
+            raise UserError("watch is told of a search; with sampling there is none")
         model, all_rows = self.config.model, self.encode(texts)
         starts = self._encode_prefixes(prefixes, len(texts))
         mine = set(_share(all_rows) if shared else range(len(all_rows)))
@@ -145,8 +154,9 @@ class Translator:
         forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
         room, prepared = self.room, self._prepare()
         budget, workers = _budget(self.config.decoding, prepared)
+        if sampling is not None:  # each draw is a row
+            budget //= n_best
         models = tuple(Transformer(member.config) for member in self.members)
-        draws = jax.random.key(seed)
 
         def find(batch: tuple[list[int], np.ndarray]) -> SearchResult:
             indices, src = batch
@@ -171,7 +181,7 @@ class Translator:
                     forbidden_ids=forbidden_ids,
                     prefix=prefix,
                     sampling=sampling,
-                    keys=None if sampling is None else _keys(draws, indices, len(src), n_best),
+                    keys=None if sampling is None else _keys(seed, first_line, indices, len(src), n_best),
                     watch=watch,
                 )
             )
@@ -221,9 +231,8 @@ class Translator:
         """Token ids of each prefix, without EOS."""
         if prefixes is None:
             return [[]] * count
-        if len(prefixes) != count:
-            raise UserError(f"{len(prefixes)} prefixes for {count} texts; each text needs one, which may be empty")
-        encoded = self.tokenizers.target.encode([_well_formed(prefix) for prefix in prefixes])
+        texts = [_well_formed(prefix) if prefix.strip() else "" for prefix in prefixes]
+        encoded = self.tokenizers.target.encode(texts)
         for line, ids in enumerate(encoded, 1):
             if len(ids) + 1 > self.room:
                 raise UserError(
@@ -237,7 +246,7 @@ class Translator:
         """The longest sequence the models take: learned positions have an end."""
         return min(
             config.max_length - config.position_offset if config.positions == "learned" else 1 << 30
-            for config, _ in self.members
+            for config in (member.config for member in self.members)
         )
 
     def _hypotheses(self, found: SearchResult) -> list[Hypothesis]:
@@ -258,12 +267,20 @@ class Translator:
         ]
 
 
-def _keys(draws: jax.Array, indices: Sequence[int], count: int, n: int) -> jax.Array:
+def _keys(seed: int, first_line: int, indices: Sequence[int], count: int, n: int) -> jax.Array:
     """A random key for each of n draws of each of so many rows; row i is text `indices[i]`."""
-    texts = np.zeros(count, np.uint32)
-    texts[: len(indices)] = indices
+    lines = np.zeros(count, np.uint32)
+    lines[: len(indices)] = np.asarray(indices) + first_line
     each = jax.vmap(jax.random.fold_in, (None, 0))
-    return jax.vmap(each, (0, None))(each(draws, texts), np.arange(n, dtype=np.uint32))
+    return jax.vmap(each, (0, None))(each(jax.random.key(seed), lines), np.arange(n, dtype=np.uint32))
+
+
+def check_prefixes(prefixes: Sequence[str], texts: Sequence[str]) -> None:
+    """Raises UserError unless there is one for each text."""
+    if isinstance(prefixes, str):
+        raise UserError(f"prefixes is the string {prefixes!r:.80}; a list of strings is needed")
+    if len(prefixes) != len(texts):
+        raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
 
 
 def _share(rows: Sequence[Sequence[int]]) -> list[int]:

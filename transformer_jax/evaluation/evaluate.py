@@ -87,7 +87,8 @@ def evaluate_pairs(
 ) -> Report:
     """Translates the sources, scores against the targets, and computes the loss of the targets.
 
-    With several processes, all call it with the same pairs; each does its share, and all get the whole.
+    With several processes, all call it with the same pairs; each does its share, and all get the whole. The loss of an
+    ensemble is computed whole by each.
 
     Args:
         translator: the run, or an ensemble.
@@ -99,7 +100,8 @@ def evaluate_pairs(
     tokenize = tokenize or tokenization_of(config)
     check_tokenization(tokenize)  # before the work
     encoded = encode_pairs(pairs, tokenizers, config.model)
-    check_lengths(encoded, pairs, config.model)
+    for member in translator.members:
+        check_lengths(encoded, pairs, member.config)
     if len(translator.members) == 1:
         model, limit = Transformer(config.model), max_logits(config.training)
         loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)

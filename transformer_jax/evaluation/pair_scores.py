@@ -48,7 +48,8 @@ def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:
     """
     config, decoding = translator.config.model, translator.config.decoding
     encoded = encode_pairs(pairs, translator.tokenizers, config)
-    check_lengths(encoded, pairs, config)
+    for member in translator.members:
+        check_lengths(encoded, pairs, member.config)
     target = encoded.target_lengths
     log_probs = np.zeros(len(pairs))
     lengths = encoded.source_lengths.tolist(), target.tolist()

@@ -63,12 +63,13 @@ def sweep(
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for setting in combinations:
         DecodingConfig(**setting)  # a value that is not legal is found before the work
-    loaded: dict[str | None, Translator] = {}
+    translator, checkpoint = None, None
     for setting in combinations:
-        checkpoint = setting.get("checkpoint")
-        if checkpoint not in loaded:  # the only setting that needs other files
-            loaded = {checkpoint: Translator.load(run, **(decoding | setting))}
-        translator = loaded[checkpoint].with_decoding(**setting)
+        # The checkpoint is the only setting that needs other files.
+        if translator is None or setting.get("checkpoint", checkpoint) != checkpoint:
+            translator = Translator.load(run, **(decoding | setting))
+            checkpoint = setting.get("checkpoint")
+        translator = translator.with_decoding(**setting)
         translations = translator.translate(list(pairs.source), shared=True)
         references = reference_texts(pairs, translator.tokenizers)
         yield setting, score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)
