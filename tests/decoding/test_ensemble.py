@@ -18,6 +18,7 @@ from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.cached_search import mean_of_probabilities
 from transformer_jax.decoding.ensemble import Member
+from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.evaluate import evaluate_pairs
@@ -95,6 +96,13 @@ def test_a_search_scores_by_the_mean_of_the_probabilities(both, alone):
         for line, (one,) in zip(LINES, greedy, strict=True)
         if line
     )
+
+
+def test_draws_are_scored_by_the_mean_and_read_their_own_sentence(both):
+    found = both.translate_n_best(LINES, 2, sampling=Sampling(), prefixes=["ein", "", "", "zwei"])
+    for line, hypotheses in zip(LINES, found, strict=True):
+        for one in hypotheses if line else ():
+            assert one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=1e-4)
 
 
 def test_a_run_with_itself_is_that_run(tiny, alone):
