@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ install_import_hook(
 def pytest_unconfigure() -> None:
     if _own_folder is not None:
         _own_folder.cleanup()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_compiled_code() -> Iterator[None]:
+    """What is compiled is mapped into memory in many places, and Linux allows a process 65,530 of them."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 40_000:
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,7 @@ def translations(translator, *lengths):
     return [[Hypothesis(text, 0.0, 0.0, len(ids) + 1, (*ids, EOS_ID))] for text, ids in zip(texts, rows, strict=True)]
 
 
-@pytest.mark.parametrize("layer", [None, 1, 3])
-@pytest.mark.parametrize("source_eos", [True, False])
+@pytest.mark.parametrize(("layer", "source_eos"), [(None, True), (1, False), (3, True)])
 def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos):
     translator = make(num_layers=3, num_heads=2, source_eos=source_eos)
     texts = sentences(3, 9, 1, 12, 5)

@@ -45,8 +45,9 @@ def keys(seed: int, *shape: int) -> jax.Array:
     return jax.random.split(jax.random.key(seed), shape)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("sampling", "renormalise"), [*((one, False) for one in SAMPLINGS), (SAMPLINGS[4], True)], ids=str
+)
 def test_frequencies_are_the_probabilities(sampling, renormalise):
     """5,000 draws: what cannot be drawn never is, and the rest deviates by chance alone (chi-square, p > 1e-4)."""
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
@@ -66,7 +67,7 @@ def test_frequencies_are_the_probabilities(sampling, renormalise):
     assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS[1:], ids=str)
+@pytest.mark.parametrize("sampling", SAMPLINGS[2:5], ids=str)
 def test_what_may_be_drawn_is_what_hugging_face_leaves(sampling):
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")

@@ -141,7 +141,11 @@ def test_a_signal_before_a_step_saves_that_there_was_none(tmp_path):
     assert (outcome.step, outcome.interrupted_by) == (0, "SIGTERM")
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
+def test_a_second_interrupt_ends_at_once(tmp_path, request):
+    # Python's own, which is not there in a job that a shell has put into the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def batches(position):
         for _ in range(2):  # in this thread and at once: two on their way at the same time would be one
             signal.raise_signal(signal.SIGINT)
