@@ -12,11 +12,11 @@ from test_commands import write_corpus
 from tiny import one_device
 
 from transformer_jax import ablation, commands, score_commands
-from transformer_jax.ablation import render, run_table3
+from transformer_jax.ablation import rank_correlation, render, run_table3
 from transformer_jax.config import Config
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.cost import parameters_by_part
-from transformer_jax.pictures.table3_plot import plot_table3, rank_correlation
+from transformer_jax.pictures.table3_plot import plot_table3
 from transformer_jax.recipes import load_recipe
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.table3 import PAPER, ROWS, scaled, table3_config

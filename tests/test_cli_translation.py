@@ -1,4 +1,4 @@
-"""The command translate: several translations of a line, JSON lines, a conversation, progress."""
+"""The command translate: several translations of a line, JSON lines, draws, prefixes, a conversation, progress."""
 
 import dataclasses
 import io

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from transformer_jax import commands, score_commands
 from transformer_jax.config import Config
 from transformer_jax.distributed import from_first, only_first
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import count_parameters
-from transformer_jax.pictures.table3_plot import rank_correlation
 from transformer_jax.run.folder import write_atomically
 from transformer_jax.strict_json import to_json
-from transformer_jax.table3 import PAPER, table3_config
+from transformer_jax.table3 import PAPER, perplexity_of, table3_config
 
 
 def run_table3(
@@ -71,10 +71,8 @@ def render(results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         paper = PAPER[result["row"]]
         millions = "" if paper.millions is None else paper.millions
-        # JSON has null for what is not finite.
-        perplexity = "inf" if result["perplexity"] is None else f"{result['perplexity']:.2f}"
         lines.append(
-            f"{result['row']:6}{result['change']:{width}}{result['parameters'] / 1e6:10.2f}{perplexity:>8}"
+            f"{result['row']:6}{result['change']:{width}}{result['parameters'] / 1e6:10.2f}{perplexity_of(result):8.2f}"
             f"{result['bleu']:6.1f}{millions:>10}{paper.perplexity:8.2f}{paper.bleu:6.1f}"
         )
     first, correlation = results[0], rank_correlation(results)
@@ -88,6 +86,18 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             *([f"Spearman's rank correlation of the perplexities: {correlation:.2f}"] if len(results) > 2 else []),
         ]
     )
+
+
+def rank_correlation(results: Sequence[dict[str, Any]]) -> float:
+    """Spearman's, between our perplexities and the paper's: 1 for the same order, -1 for the opposite one.
+
+    Equal figures have the mean of their ranks. NaN for less than two rows, or where all are equal.
+    """
+    sides = [perplexity_of(one) for one in results], [PAPER[one["row"]].perplexity for one in results]
+    ours, paper = (_ranks(np.array(side)) for side in sides)
+    if len(results) < 2 or ours.std() == 0 or paper.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(ours, paper)[0, 1])
 
 
 def _change(base: Config, config: Config) -> str:
@@ -106,3 +116,9 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
         return {row["row"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    below, up_to = (values < values[:, None]).sum(axis=1), (values <= values[:, None]).sum(axis=1)
+    ranks: np.ndarray = (below + up_to + 1) / 2
+    return ranks

@@ -5,6 +5,7 @@ same proportion, and rates, label smoothing and the kind of positions to the sam
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, StackSize, TrainingConfig
@@ -76,6 +77,11 @@ PAPER = {
     "E": Published(4.92, 25.7, None),
     "big": Published(4.33, 26.4, 213),
 }
+
+
+def perplexity_of(result: Mapping[str, Any]) -> float:
+    """Of a row that was trained. JSON has null for what is not finite."""
+    return float("inf") if result["perplexity"] is None else float(result["perplexity"])
 
 
 def table3_config(row: str = "base", base: Config | None = None) -> Config:

@@ -72,6 +72,9 @@ def quick_jit(function):
 @functools.lru_cache
 def compiled(model, k, width, reorder_fn, options):
     """`beam_search` over a model, jitted: one function for all calls with these options."""
+    options = dict(options)
+    if "prefix" in options:
+        options["prefix"] = jnp.array(options["prefix"], jnp.int32)
 
     def run(state, limits):
         return beam_search(
@@ -84,7 +87,7 @@ def compiled(model, k, width, reorder_fn, options):
             start_id=START,
             eos_id=EOS,
             pad_id=PAD,
-            **dict(options),
+            **options,
         )
 
     return quick_jit(run)

@@ -1,4 +1,4 @@
-"""Alignments against the attention weights of one sentence at a time, and a model that is known to align."""
+"""Alignments against the attention weights of one sentence at a time."""
 
 import warnings
 

@@ -23,7 +23,7 @@ from search_cases import (
 )
 
 from transformer_jax.decoding import stopping
-from transformer_jax.decoding.beam_search import beam_search, reorder_rows
+from transformer_jax.decoding.beam_search import reorder_rows
 from transformer_jax.decoding.greedy_search import greedy_search
 from transformer_jax.decoding.hypotheses import SearchResult
 
@@ -190,27 +190,11 @@ def test_beam_search_refuses_what_it_cannot_do():
 # ----------------------------------------------------------------------------------------------------------- prefixes
 
 
-def prefixed(model, sentences, limits, prefixes, *, k, **options) -> SearchResult:
-    """`beam_search` with prefixes, jitted, as NumPy arrays."""
-    width, max_length = max(map(len, prefixes)), max(limits)
-    rows = jnp.array([[*prefix, *[-1] * (width - len(prefix))] for prefix in prefixes], jnp.int32)
-
-    @quick_jit
-    def run(state, limits):
-        return beam_search(
-            model.step,
-            state,
-            beam_size=k,
-            max_lengths=limits,
-            max_length=max_length,
-            start_id=START,
-            eos_id=EOS,
-            pad_id=PAD,
-            prefix=rows,
-            **options,
-        )
-
-    return jax.tree.map(np.asarray, run(model.state(sentences, k), jnp.asarray(limits)))
+def prefixed(model, sentences, limits, prefixes, **options) -> SearchResult:
+    """`beam_search` with prefixes of these lengths, jitted, as NumPy arrays."""
+    width = max(map(len, prefixes))
+    rows = tuple((*prefix, *[-1] * (width - len(prefix))) for prefix in prefixes)
+    return beams(model, sentences, limits, prefix=rows, **options)
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)

@@ -19,7 +19,7 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.text_files import read_lines
 from transformer_jax.data.tokenizer import train_tokenizers
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import check_lengths
+from transformer_jax.evaluation.lengths import check_lengths
 
 MODEL = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 CONFIG = Config(model=MODEL, data=DataConfig(max_length=40, batch_tokens=200))

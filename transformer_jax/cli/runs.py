@@ -80,5 +80,10 @@ def decoding_of(args: Sequence[str]) -> DecodingConfig:
 
 def given_fields(decoding: DecodingConfig, args: Sequence[str]) -> dict[str, Any]:
     """The fields that have a flag in the arguments: each run keeps its own values of the others."""
-    flags = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
-    return {name: value for name, value in dataclasses.asdict(decoding).items() if name in flags}
+    names = given_names(args)
+    return {name: value for name, value in dataclasses.asdict(decoding).items() if name in names}
+
+
+def given_names(args: Sequence[str]) -> set[str]:
+    """The flags in the arguments, as the fields they are for: `beam_size` of `--beam-size=2`."""
+    return {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}

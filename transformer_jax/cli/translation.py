@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
-from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
+from transformer_jax.cli.runs import decoding_of, given_fields, given_names, join_processes
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.distributed import Cluster, from_first, is_first
@@ -70,8 +70,8 @@ def translate(args: list[str]) -> None:
 
     if parsed.prefixes is not None and not with_others and not parsed.explain and sys.stdin.isatty():
         usage_error("translate", "--prefixes needs the lines on stdin; in a conversation --prefix is the same for all")
-    translator = Translator.load(parsed.run, ensemble=parsed.ensemble, **given_fields(parsed.decoding, args))
     given = None if parsed.prefixes is None else read_lines(parsed.prefixes)
+    translator = Translator.load(parsed.run, ensemble=parsed.ensemble, **given_fields(parsed.decoding, args))
 
     def prefixes(count: int) -> Sequence[str] | None:
         return given if parsed.prefix is None else [parsed.prefix] * count
@@ -104,12 +104,13 @@ def translate(args: list[str]) -> None:
 
 def _check_usage(parsed: Any, args: Sequence[str]) -> None:
     """Flags that mean nothing together are refused, rather than ignored."""
-    drawing = ("--temperature", "--top-k", "--top-p", "--seed")
-    searching = ("--beam-size", "--alpha", "--length-penalty", "--stopping", "--explain")
-    for flag in drawing if not parsed.sample else searching:
-        if any(given.partition("=")[0].replace("_", "-") == flag for given in args):
+    drawing = ("temperature", "top_k", "top_p", "seed")
+    searching = ("beam_size", "alpha", "length_penalty", "stopping", "explain")
+    given = given_names(args)
+    for name in searching if parsed.sample else drawing:
+        if name in given:
             needed = "is for a search; with --sample there is none" if parsed.sample else "goes with --sample"
-            usage_error("translate", f"{flag} {needed}")
+            usage_error("translate", f"--{name.replace('_', '-')} {needed}")
     if parsed.explain and parsed.format != "text":
         usage_error("translate", "--explain is a text to read; it has no --format jsonl")
     if parsed.alignment and parsed.format != "jsonl":

@@ -1,6 +1,5 @@
 """Which word of the source each word of a translation comes from, as cross-attention has it."""
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -55,18 +54,16 @@ def align(
     if layer is not None and not 1 <= layer <= min(depths):
         raise UserError(f"layer is {layer}; the decoder has layers 1 to {min(depths)}")
     model = translator.config.model
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a line that is too long: it was said when it was translated
-        sources = translator.encode(texts)
+    sources = translator.encode(texts, warn=False)  # it was said when they were translated
     places = [(text, rank) for text, found in enumerate(translations) for rank in range(len(found))]
     src = [sources[text] for text, _ in places]
     tgt = [list(translations[text][rank].token_ids) for text, rank in places]
     results: list[list[Alignment]] = [[] for _ in texts]
     weights: list[np.ndarray] = [np.zeros((0, 0))] * len(places)
     heads = max(member.config.decoder.num_heads for member in translator.members)
-    longest = max(map(len, src), default=0)
+    lengths = [len(ids) for ids in src], [len(ids) for ids in tgt]
     for chosen, (size, source_length, target_length) in pair_batches(
-        [len(ids) for ids in src], [len(ids) for ids in tgt], translator.room, _MOST_WEIGHTS, heads * max(longest, 1)
+        *lengths, translator.room, lambda source, target: _MOST_WEIGHTS // (heads * source * target)
     ):
         src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
         tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)

@@ -1,6 +1,6 @@
 """Which sentences are decoded or scored together: those of about one length, in few shapes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -41,22 +41,21 @@ def source_batches(
 
 
 def pair_batches(
-    source_lengths: Sequence[int], target_lengths: Sequence[int], room: int, most_cells: int, cells_per_token: int
+    source_lengths: Sequence[int], target_lengths: Sequence[int], room: int, most_rows: Callable[[int, int], int]
 ) -> Iterator[tuple[list[int], tuple[int, int, int]]]:
     """(which pairs, rows and padded lengths of their batch); one shape for each pair of padded lengths.
 
     Args:
         source_lengths, target_lengths: of the pairs.
         room: the longest sequence the model takes.
-        most_cells: what a batch may hold of something that each target position has `cells_per_token` of.
-        cells_per_token: see there.
+        most_rows: how many pairs of these two padded lengths there is memory for.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, lengths in enumerate(zip(source_lengths, target_lengths, strict=True)):
         source, target = (min(padded_length(max(length, 1)), room) for length in lengths)
         groups.setdefault((source, target), []).append(index)
     for (source, target), indices in groups.items():
-        most = min(_MOST_PAIR_TOKENS // max(source, target), most_cells // (target * cells_per_token))
+        most = min(_MOST_PAIR_TOKENS // max(source, target), most_rows(source, target))
         size = max(1, min(most, len(indices)))
         for start in range(0, len(indices), size):
             yield indices[start : start + size], (size, source, target)

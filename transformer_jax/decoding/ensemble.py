@@ -33,28 +33,28 @@ def run_params(folder: RunFolder, config: Config) -> Params:
     return load_params(checkpoint, config.model)
 
 
-def load_member(run: str | Path, first: RunFolder, config: Config, checkpoint: str | None) -> Member:
+def load_member(
+    run: str | Path, first: Path, config: Config, tokenizers: TokenizerPair, checkpoint: str | None
+) -> Member:
     """Another run, for an ensemble with the first.
 
     Args:
         run: its folder.
-        first: the first run.
-        config: of that.
+        first: the first run's.
+        config, tokenizers: of that.
         checkpoint: which parameters; None: as the other run says.
 
     Raises:
         UserError: no such run or checkpoint, or its tokens are others.
     """
-    folder = RunFolder(Path(run))
+    folder, refusal = RunFolder(Path(run)), f"{run} cannot be in an ensemble with {first}: "
     own = folder.load_config()
     for name in _SAME:
         if getattr(own.model, name) != getattr(config.model, name):
-            raise UserError(
-                f"{run} cannot be in an ensemble with {first.path}: model.{name} is {getattr(own.model, name)} there "
-                f"and {getattr(config.model, name)} here"
-            )
-    if not TokenizerPair.load(folder.tokenizer).is_like(TokenizerPair.load(first.tokenizer)):
-        raise UserError(f"{run} cannot be in an ensemble with {first.path}: their tokenizers are not the same")
+            there, here = getattr(own.model, name), getattr(config.model, name)
+            raise UserError(f"{refusal}model.{name} is {there} there and {here} here")
+    if not TokenizerPair.load(folder.tokenizer).is_like(tokenizers):
+        raise UserError(f"{refusal}their tokenizers are not the same")
     if checkpoint is not None:
         own = dataclasses.replace(own, decoding=dataclasses.replace(own.decoding, checkpoint=checkpoint))
     return Member(own.model, run_params(folder, own), own.decoding.checkpoint)

@@ -4,7 +4,6 @@ The search itself tells (`search_loop.Watched`), so this is what it did and no s
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -100,9 +99,7 @@ def explain(
         prefix = None if prefixes is None else [prefixes[number]]
         (hypotheses,) = translator.translate_n_best([text], n_best, prefixes=prefix, watch=watch)
         jax.effects_barrier()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a line that is too long: it was said above
-            (source,) = translator.encode([text])
+        (source,) = translator.encode([text], warn=False)  # it was said above
         steps = tuple(_step(watched, translator, n_best) for watched in seen)
         pieces = tuple(translator.tokenizers.source.pieces(source))
         explanations.append(Explanation(pieces, translator.config.decoding, steps, tuple(hypotheses)))

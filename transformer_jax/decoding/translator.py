@@ -21,6 +21,7 @@ from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search_loop import Watch
 from transformer_jax.distributed import gather
 from transformer_jax.errors import UserError
+from transformer_jax.model.positional import longest_sequence
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
@@ -85,8 +86,9 @@ class Translator:
         config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
         if isinstance(ensemble, str):
             raise UserError(f"ensemble is the string {ensemble!r:.80}; a list of runs is needed")
-        others = [load_member(other, folder, config, decoding.get("checkpoint")) for other in ensemble]
-        return cls(config, run_params(folder, config), TokenizerPair.load(folder.tokenizer), others)
+        tokenizers, checkpoint = TokenizerPair.load(folder.tokenizer), decoding.get("checkpoint")
+        others = [load_member(other, folder.path, config, tokenizers, checkpoint) for other in ensemble]
+        return cls(config, run_params(folder, config), tokenizers, others)
 
     def with_decoding(self, **fields: Any) -> "Translator":
         """The same models with other decoding settings; the checkpoint stays what was loaded."""
@@ -213,14 +215,19 @@ class Translator:
             self._prepared = self.params, laid_out
         return self._prepared[1]
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids as the model reads them, cut after `max_source`; nothing at all for an empty line."""
+    def encode(self, texts: Sequence[str], *, warn: bool = True) -> list[list[int]]:
+        """Token ids as the model reads them, cut after `max_source`; nothing at all for an empty line.
+
+        Args:
+            texts: the lines.
+            warn: of each line that is cut; not where that was said before.
+        """
         model, decoding = self.config.model, self.config.decoding
         longest, reason = min((decoding.max_source, "decoding.max_source"), (self.room, "model.max_length"))
         end = [model.eos_id] if model.source_eos else []
         encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
-            if len(ids) + len(end) > longest:
+            if warn and len(ids) + len(end) > longest:
                 warnings.warn(
                     f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} ({reason})",
                     stacklevel=4,
@@ -244,10 +251,7 @@ class Translator:
     @property
     def room(self) -> int:
         """The longest sequence the models take: learned positions have an end."""
-        return min(
-            config.max_length - config.position_offset if config.positions == "learned" else 1 << 30
-            for config in (member.config for member in self.members)
-        )
+        return min(longest_sequence(member.config) for member in self.members)
 
     def _hypotheses(self, found: SearchResult) -> list[Hypothesis]:
         """The hypotheses of one sentence, as text."""

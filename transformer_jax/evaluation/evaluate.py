@@ -99,10 +99,9 @@ def evaluate_pairs(
     config, tokenizers = translator.config, translator.tokenizers
     tokenize = tokenize or tokenization_of(config)
     check_tokenization(tokenize)  # before the work
-    encoded = encode_pairs(pairs, tokenizers, config.model)
-    for member in translator.members:
-        check_lengths(encoded, pairs, member.config)
     if len(translator.members) == 1:
+        encoded = encode_pairs(pairs, tokenizers, config.model)
+        check_lengths(encoded, pairs, config.model)
         model, limit = Transformer(config.model), max_logits(config.training)
         loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
     else:

@@ -53,7 +53,9 @@ def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:
     target = encoded.target_lengths
     log_probs = np.zeros(len(pairs))
     lengths = encoded.source_lengths.tolist(), target.tolist()
-    for chosen, shape in pair_batches(*lengths, translator.room, _MOST_LOGITS, config.vocab_size):
+    for chosen, shape in pair_batches(
+        *lengths, translator.room, lambda source, target: _MOST_LOGITS // (target * config.vocab_size)
+    ):
         batch = make_batch(encoded, Rows(Shape(*shape), np.array(chosen)), config)
         found = [
             jax.device_get(_log_probs(member.params, batch, model=Transformer(member.config)))

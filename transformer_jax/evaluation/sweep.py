@@ -66,7 +66,7 @@ def sweep(
     translator, checkpoint = None, None
     for setting in combinations:
         # The checkpoint is the only setting that needs other files.
-        if translator is None or setting.get("checkpoint", checkpoint) != checkpoint:
+        if translator is None or setting.get("checkpoint") != checkpoint:
             translator = Translator.load(run, **(decoding | setting))
             checkpoint = setting.get("checkpoint")
         translator = translator.with_decoding(**setting)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.nn.initializers import normal
 from jaxtyping import Array, Float, Int
 
+from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 
 
@@ -82,3 +83,8 @@ class LearnedPositions(nn.Module):
     def at(self, positions: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
         """The vectors of these positions; one beyond the table is NaN."""
         return jnp.take(self.table, positions + self.offset, axis=0, mode="fill")
+
+
+def longest_sequence(config: ModelConfig) -> int:
+    """The most tokens of a sequence that the model takes: learned positions have an end."""
+    return config.max_length - config.position_offset if config.positions == "learned" else 1 << 30

@@ -7,19 +7,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.pictures.canvas import COLOURS, drawing
-from transformer_jax.table3 import PAPER, ROWS
-
-
-def rank_correlation(results: Sequence[dict[str, Any]]) -> float:
-    """Spearman's, between our perplexities and the paper's: 1 for the same order, -1 for the opposite one.
-
-    Equal figures have the mean of their ranks. NaN for less than two rows, or where all are equal.
-    """
-    sides = [_perplexity(one) for one in results], [PAPER[one["row"]].perplexity for one in results]
-    ours, paper = (_ranks(np.array(side)) for side in sides)
-    if len(results) < 2 or ours.std() == 0 or paper.std() == 0:
-        return float("nan")
-    return float(np.corrcoef(ours, paper)[0, 1])
+from transformer_jax.table3 import PAPER, ROWS, perplexity_of
 
 
 def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
@@ -35,7 +23,7 @@ def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
     results = sorted(results, key=lambda one: PAPER[one["row"]].perplexity)
     places, groups = np.arange(len(results)), list(dict.fromkeys(row[0] for row in ROWS))
     colours = [COLOURS[groups.index(one["row"][0])] for one in results]
-    sides = [PAPER[one["row"]].perplexity for one in results], [_perplexity(one) for one in results]
+    sides = [PAPER[one["row"]].perplexity for one in results], [perplexity_of(one) for one in results]
     with drawing(output, 7.2, 1.1 + 0.24 * len(results)) as figure:
         for axes, values, name in zip(figure.subplots(1, 2, sharey=True), sides, ("the paper", "here"), strict=True):
             axes.scatter(values, places, c=colours, s=22)
@@ -48,14 +36,3 @@ def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
             axes.grid(axis="y", alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         axes.invert_yaxis()
-
-
-def _perplexity(result: dict[str, Any]) -> float:
-    """JSON has null for what is not finite."""
-    return float("inf") if result["perplexity"] is None else float(result["perplexity"])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    below, up_to = (values < values[:, None]).sum(axis=1), (values <= values[:, None]).sum(axis=1)
-    ranks: np.ndarray = (below + up_to + 1) / 2
-    return ranks
