@@ -144,6 +144,19 @@ def test_two_rows_are_trained_scored_and_set_beside_the_papers(cli, corpus, tmp_
     assert (tmp_path / "table3.jsonl").read_text().splitlines() == [json.dumps(row, ensure_ascii=False) for row in rows]
 
 
+def test_a_row_that_another_command_has_scored_in_the_meantime_stays(tmp_path, monkeypatch):
+    file = tmp_path / "table3.jsonl"
+
+    def evaluate(run, **_):
+        file.write_text('{"row": "A1"}\n')
+        return {"bleu": 1.0}
+
+    monkeypatch.setattr(commands, "train", lambda *_: types.SimpleNamespace(interrupted_by=None))
+    monkeypatch.setattr(score_commands, "evaluate", evaluate)
+    (result,) = run_table3(["base"], table3_config(), tmp_path, lambda line: None)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [result, {"row": "A1"}]
+
+
 def test_an_interrupt_ends_it_after_the_row_that_was_interrupted(tmp_path, monkeypatch):
     trained = []
 

@@ -44,9 +44,9 @@ def run_table3(
             return
         decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # with lists for tuples, as in the file
         asked = {"num_steps": config.training.num_steps, "valid": config.data.valid, "decoding": decoding}
-        known = from_first(_read(file))
-        if outcome is not None or known.get(row, {}).get("asked") != asked:
-            known[row] = {
+        result = from_first(_read(file).get(row))
+        if outcome is not None or result is None or result.get("asked") != asked:
+            result = {
                 "row": row,
                 "change": _change(base, config),
                 "parameters": count_parameters(config.model),
@@ -54,11 +54,10 @@ def run_table3(
                 "paper": PAPER[row]._asdict(),
                 "asked": asked,
             }
-            text = "".join(to_json(known[name]) + "\n" for name in PAPER if name in known)
-            only_first(partial(write_atomically, file, text))
+            only_first(partial(_add, file, result))
         # What a row compiled is mapped into memory in thousands of places, of which a process may have 65,530.
         jax.clear_caches()
-        yield known[row]
+        yield result
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
@@ -116,6 +115,12 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
         return {row["row"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
+
+
+def _add(file: Path, result: dict[str, Any]) -> None:
+    # Read at the last moment: another command may train other rows here, and have scored one while this one was.
+    known = _read(file) | {result["row"]: result}
+    write_atomically(file, "".join(to_json(known[name]) + "\n" for name in PAPER if name in known))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
