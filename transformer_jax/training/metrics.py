@@ -8,9 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
 from tqdm import tqdm
 
 from transformer_jax.errors import UserError
@@ -67,6 +64,12 @@ class _Board:
     which is then waited for without end."""
 
     def __init__(self, folder: Path, step: int) -> None:
+        # Imported here, as it imports torch where there is one: seconds that only a training should wait.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
         self.name = str(folder)
         with _failures_named(self.name):
             folder.mkdir(exist_ok=True)
@@ -81,7 +84,8 @@ class _Board:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         with _failures_named(self.name):
             for name, value in values.items():
-                self._file.write_event(Event(wall_time=time.time(), step=step, summary=scalar(name, value)))
+                summary = self._scalar(name, value)
+                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
             self._file.flush()
 
     def close(self) -> None:
