@@ -1,6 +1,7 @@
-"""English to French, short everyday sentences of Tatoeba: 3 + 3 layers, d_model 256, a constant learning rate of 5e-4.
+"""English to French, short everyday sentences of Tatoeba: 3 + 3 layers, d_model 256, a learning rate of 5e-4.
 
-A model for one evening: 8 million parameters, joint byte pairs of 8,000, 4,096 tokens a batch.
+A model for one evening: 8 million parameters, joint byte pairs of 8,000, 4,096 tokens a batch; the rate is constant
+after 500 steps of warmup.
 
 command   python train.py configs/en_fr_small.py
 hardware  2 CPU cores, or a GPU

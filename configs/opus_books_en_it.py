@@ -2,10 +2,10 @@
 
 The base sizes with pre-norm, the LayerNorm with the unbiased standard deviation, no table shared, a bias on the logits,
 Xavier initialisation, dropout 0.1 everywhere, Adam as PyTorch has it with a constant 1e-4, at most 350 tokens, greedy.
-1,024 tokens a batch are about 32 sentences. Words are what stands between spaces, with their punctuation, so there are
-more of them than where they are cut from it; those that are there once are unknown, as are those beyond the
-vocabularies. The set has one split: its first nine tenths are for training, so that validation and test are of other
-books than the training, which is harder than a random split.
+The setting's batches have 32 sentences; here they have 1,024 tokens, padding counted: 32 of 32 words. Words are what
+stands between spaces, with their punctuation, so there are more of them than where they are cut from it; those that are
+there once are unknown, as are those beyond the vocabularies. The set has one split: its first nine tenths are for
+training, so that validation and test are of other books than the training, which is harder than a random split.
 
 command   python train.py configs/opus_books_en_it.py
 hardware  a GPU

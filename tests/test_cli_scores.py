@@ -1,5 +1,7 @@
 """The commands that score and choose: evaluate, average."""
 
+import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -9,7 +11,10 @@ from command_line import plain
 from test_commands import tiny_run
 
 from transformer_jax import score_commands
-from transformer_jax.decoding.translator import Translator
+from transformer_jax.decoding.translator import Hypothesis, Translator
+from transformer_jax.evaluation import evaluate as evaluation
+
+EMPTY, ESCAPED = (Hypothesis(text, -1.0, -1.0, 1) for text in ("", "c&apos; est &quot; bien &quot; ."))
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +60,55 @@ def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkey
     differences = second[13:]
     assert [line.split(": ")[1].split()[0] for line in differences] == ["BLEU", "chrF2"]
     assert all(re.search(r" [+-][\d.]+, p = [\d.]+  \(nrefs:1\|bs:20\|seed:12345\|", line) for line in differences)
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("more", [[], ["--sweep", "beam-size=1"]], ids=["evaluate", "sweep"])
+def test_swapped_files_and_lines_translated_into_nothing_are_warned_of(cli, tiny, monkeypatch, more):
+    monkeypatch.setattr(Translator, "translate_n_best", lambda self, texts, *_, **__: [[EMPTY]] * len(texts))
+    losses = itertools.cycle([3.0, 1.0])
+    monkeypatch.setattr(evaluation, "corpus_loss", lambda *_, **__: next(losses))
+    files = ["--source", tiny.corpus / "test.de", "--reference", tiny.corpus / "test.en"]
+    done = cli("evaluate", tiny.run, *files, "--bootstrap", "0", *more)
+    assert done.status == 0
+    assert "the run finds the sentences likelier the other way round" in done.err
+    assert "12 of 12 sentences were translated into nothing at all" in done.err
+
+
+def test_runs_with_other_tokens_are_not_compared(cli, tiny, monkeypatch, tmp_path):
+    kinds = iter(["13a", "none", "13a"])
+    monkeypatch.setattr(score_commands, "tokenization_of", lambda config: next(kinds))
+    done = cli("evaluate", tiny.run, tiny.run, tiny.run, "--max-extra", "1", "--bootstrap", "20")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.count(f"not compared with {tiny.run}: its references or tokens are others") == 1
+    assert done.out.count(f"against {tiny.run}: BLEU +0.00") == 1
+
+
+def test_translations_are_written_as_text(cli, tiny, monkeypatch, tmp_path):
+    output = tmp_path / "out.txt"
+    asked = ["evaluate", tiny.run, "--max-extra", "2", "--bootstrap", "0", "--output", output]
+    assert cli(*asked).status == 0
+    sources = (tiny.corpus / "test.en").read_text().splitlines()
+    written = output.read_text().splitlines()
+    assert written == Translator.load(tiny.run, max_extra=2).translate(sources)
+
+    # Of a corpus that is tokenised.
+    monkeypatch.setattr(Translator, "translate_n_best", lambda self, texts, *_, **__: [[ESCAPED]] * len(texts))
+    load = Translator.load
+
+    def load_as_tokenised(run, **asked):
+        translator = load(run, **asked)
+        tokenizer = dataclasses.replace(translator.config.tokenizer, kind="presegmented")
+        translator.config = dataclasses.replace(translator.config, tokenizer=tokenizer)
+        return translator
+
+    monkeypatch.setattr(Translator, "load", load_as_tokenised)
+    done = cli(*asked, "--language", "fr")
+    assert done.status == 0, done.err
+    assert "detokenised (sacremoses" in done.out
+    assert ", fr), sacreBLEU 13a" in done.out
+    assert output.read_text().splitlines() == ['c\'est "bien".'] * 12
+    assert cli(*asked, tiny.run).status == 2
 
 
 def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):

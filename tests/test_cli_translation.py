@@ -189,7 +189,7 @@ def test_flags_that_mean_nothing_together_are_refused(cli, tiny, flags, message)
     assert message in done.err
 
 
-def converse(monkeypatch, lines, *args):
+def converse(monkeypatch, lines, *args, is_terminal=True):
     """(prompt, what was written before it) of a conversation with `transformer-jax translate`."""
     written, typed, seen = io.BytesIO(), iter(lines), []
 
@@ -203,7 +203,8 @@ def converse(monkeypatch, lines, *args):
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(buffer=written, flush=lambda: None))
+    stdout = types.SimpleNamespace(buffer=written, flush=lambda: None, isatty=lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", stdout)
     assert module.main(["translate", *map(str, args)]) == 0
     return seen
 
@@ -213,6 +214,8 @@ def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, transla
     expected = translator.translate(LINES)
     assert seen == [("> ", expected[:count]) for count in range(4)]
     assert "Ctrl-D ends" in capsys.readouterr().err
+    seen = converse(monkeypatch, LINES, tiny.run, "--max-extra", "2", is_terminal=False)
+    assert seen == [("", expected[:count]) for count in range(4)], "no prompt among translations that go to a file"
 
 
 def test_prefixes_of_lines_that_are_typed_are_refused(tiny, tmp_path, monkeypatch, capsys):

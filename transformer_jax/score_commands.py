@@ -12,13 +12,14 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.distributed import is_first
 from transformer_jax.errors import UserError
 from transformer_jax.evaluation.evaluate import Report, check_complete, check_direction, evaluate_pairs
+from transformer_jax.evaluation.moses import Moses
 from transformer_jax.evaluation.report import compared, result_of
 from transformer_jax.evaluation.scores import tokenization_of
 from transformer_jax.evaluation.sweep import parse_grid
 from transformer_jax.evaluation.sweep import sweep as try_settings
 from transformer_jax.evaluation.variants import bleu_variants
 from transformer_jax.run.averaging import average_checkpoints, choose_steps
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.run.folder import RunFolder, write_atomically
 from transformer_jax.run.lock import locked
 
 
@@ -36,11 +37,13 @@ def evaluate_runs(
     lowercase: bool = False,
     num_samples: int = 1000,
     ensemble: Sequence[str | Path] = (),
+    language: str | None = None,
+    output: str | Path | None = None,
     **decoding: Any,
 ) -> Iterator[dict[str, Any]]:
     """Scores runs on given pairs, or on a split of their own corpora.
 
-    Keyword arguments after `ensemble` replace fields of the runs' `decoding` sections.
+    Keyword arguments after `output` replace fields of the runs' `decoding` sections.
 
     Args:
         runs: their folders.
@@ -50,35 +53,42 @@ def evaluate_runs(
         lowercase: the main figure without case.
         num_samples: of the bootstrap; 0: no intervals.
         ensemble: more runs, which each of `runs` is scored together with.
+        language: whose rules Moses' tokens follow, as a two-letter code; None: `data.target_language` of each run.
+        output: a file for the translations, a line each, detokenised where the corpus is tokenised; of several runs
+            those of the last.
 
     Yields:
-        A result for each run; where it was scored on the same references as the first, with the significance of the
-        difference.
+        A result for each run; where it was scored on the same references and tokens as the first, with the significance
+        of the difference.
 
     Raises:
         UserError: no such run, checkpoint or split.
     """
-    first: Report | None = None
+    first: tuple[Report, str] | None = None
     for run in runs:
         translator = Translator.load(run, ensemble=ensemble, **decoding)
         config = translator.config
         if pairs is not None:
             check_direction(translator, pairs)
         given = pairs or split_of(config, split, run)
-        report = evaluate_pairs(translator, given, tokenize=tokenize, lowercase=lowercase)
-        check_complete(report, given)
+        kind = tokenize or tokenization_of(config)
+        report = evaluate_pairs(translator, given, tokenize=kind, lowercase=lowercase)
+        check_complete(report.translations, given)
         result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
         if ensemble:
             others = zip(ensemble, translator.members[1:], strict=True)
             result["ensemble"] = [{"run": str(other), "checkpoint": member.checkpoint} for other, member in others]
         if is_first():
-            is_tokenized, language = config.tokenizer.kind == "presegmented", config.data.target_language
+            is_tokenized, spoken = config.tokenizer.kind == "presegmented", language or config.data.target_language
             sides = report.translations, report.references
-            variants = bleu_variants(*sides, language=language, is_tokenized=is_tokenized)
+            variants = bleu_variants(*sides, language=spoken, is_tokenized=is_tokenized)
             result["variants"] = [dataclasses.asdict(variant) for variant in variants]
-            kind = tokenize or tokenization_of(config)
-            result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
-        first = first or report
+            other = first[0] if first and first[1] == kind else None
+            result["resampled"] = compared(report, other, kind, lowercase, num_samples) if num_samples else []
+            if output is not None:
+                lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
+                write_atomically(Path(output), "".join(line + "\n" for line in lines))
+        first = first or (report, kind)
         yield result
 
 
@@ -91,6 +101,8 @@ def sweep(
         UserError: no such run, split, field or value.
     """
     grid = parse_grid(settings)
+    if pairs is not None:
+        check_direction(Translator.load(run), pairs)
     pairs = pairs or split_of(RunFolder(Path(run)).load_config(), split, run)
     runs: dict[str, Any] = {"run": str(run)}
     if options.get("ensemble"):

@@ -61,6 +61,19 @@ def test_tokenised_text_is_not_tokenised_again():
     assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="presegmented"))) == "none"
 
 
+@pytest.mark.parametrize("lowercase", [False, True])
+@pytest.mark.parametrize("tokenize", ["13a", "intl", "none"])
+def test_each_kind_of_bleu_is_that_of_its_command_line(tmp_path, tokenize, lowercase):
+    for name, lines in (("ours", TRANSLATIONS), ("reference", REFERENCES)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "sacrebleu", "reference", "-i", "ours", "-m", "bleu", "-b", "-w", "6", "--force"]
+    command += ["--tokenize", tokenize, *(["-lc"] if lowercase else [])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, cwd=tmp_path)
+    assert score_corpus(TRANSLATIONS, REFERENCES, tokenize, lowercase).bleu == pytest.approx(
+        float(done.stdout), abs=1e-6
+    )
+
+
 def test_figures_intervals_and_significance_are_those_of_its_command_line(tmp_path):
     rng = random.Random(0)
     references = [" ".join(rng.choices(["a", "b", "c", "d", "e", "f", "g"], k=12)) for _ in range(60)]

@@ -87,6 +87,10 @@ def test_variants_of_a_tokenised_corpus(recwarn):
     assert found["tokens of the corpus"].bleu == pytest.approx(multi_bleu(*sides))
     detokenised = [moses.detokenize(lines) for lines in sides]
     assert detokenised == [TRANSLATIONS, REFERENCES]
+    as_text = by_name(bleu_variants(TRANSLATIONS, REFERENCES, language="de", is_tokenized=False))
+    assert found["paper: tokens of the corpus, compounds split, plain quotes"].bleu == pytest.approx(
+        as_text["paper: Moses tokens, compounds split, plain quotes"].bleu
+    ), "an escaped quote is a quote"
     assert found["detokenised, sacreBLEU 13a"].bleu == bleu(TRANSLATIONS, REFERENCES, "13a")[0]
     with pytest.warns(UserWarning, match="1 of 2 references are not what they were"):
         bleu_variants(sides[0], [sides[1][0], 'zwei "W\u00f6rter" .'], language="de", is_tokenized=True)

@@ -149,14 +149,14 @@ def axes(optional_package):
 
 def test_lines_join_tokens_as_strongly_as_they_attend(axes):
     maps = made_up("abcd", "xyz").maps["cross"]
-    draw_lines(axes, maps, heads_of(maps, 2, 3))
+    draw_lines(axes, maps, heads_of(maps, 2, 2))
     (lines,) = axes.collections
-    weights = maps.weights[1, 2]
+    weights = maps.weights[1, 1]
     found = np.zeros_like(weights)
     for ((start, top), (end, bottom)), colour in zip(lines.get_segments(), lines.get_colors(), strict=True):
         assert (top, bottom) == (1, 0)
         found[int(start), int(end)] = colour[3]
-        np.testing.assert_allclose(colour[:3], head_colours(3)[2])
+        np.testing.assert_allclose(colour[:3], head_colours(3)[1])
     np.testing.assert_allclose(found, weights / weights.max(), atol=0.01)
     assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "b", "c", "d"]
 
@@ -177,7 +177,7 @@ def test_a_map_is_the_weights_with_the_first_key_where_its_script_begins(axes, k
     maps = made_up(keys, "xy").maps["cross"]
     weights = heads_of(maps, 1, "mean")["mean of 3 heads"]
     np.testing.assert_allclose(weights, maps.weights[0].mean(0))
-    draw_map(axes, maps, weights, has_keys=True, has_queries=True)
+    draw_map(axes, maps, weights, 0.9, has_keys=True, has_queries=True)
     is_mirrored = keys[0] != "a"
     np.testing.assert_array_equal(axes.images[0].get_array(), weights[:, ::-1] if is_mirrored else weights)
     assert dict(zip([text.get_text() for text in axes.get_xticklabels()], axes.get_xticks(), strict=True)) == {

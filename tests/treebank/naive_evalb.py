@@ -9,7 +9,7 @@ WORD = re.compile(r"\(([^\s()]+) ([^\s()]+)\)")
 def spans(text: str) -> list[tuple[str, int, int]]:
     """(label, words before it, words before its end) of every bracket that counts, in the order of the text."""
     starts = [match.start() for match in WORD.finditer(text)]
-    counted = [match.start() for match in WORD.finditer(text) if match[1] not in (",", ":", "``", "''", ".")]
+    counted = [match.start() for match in WORD.finditer(text) if match[1] not in (",", ":", "``", "''", ".", "-NONE-")]
     found = []
     for start, letter in enumerate(text):
         if letter != "(" or start in starts:

@@ -49,6 +49,14 @@ GOLD = "(TOP (S (NP (DT the) (NN dog)) (VP (VBZ runs) (ADVP (RB fast))) (. .)))"
         (GOLD, "(TOP (DT the) (NN dog) (VBZ runs) (RB fast) (. .))", 0, 4, 0),
         # A bracket of punctuation alone is none, nor are the roots.
         (GOLD, "(ROOT (S (NP (DT the) (NN dog)) (VP (VBZ runs) (ADVP (RB fast))) (PRN (. .))))", 4, 4, 4),
+        # An empty element is no word, and what holds it alone no bracket.
+        (
+            "(TOP (S (NP (-NONE- *)) (VP (TO to) (VP (VB run)))))",
+            "(TOP (S (VP (-NONE- *)) (NP (TO to) (VP (VB run)))))",
+            2,
+            3,
+            3,
+        ),
         # EVALB: two of a label over the same words against one, and the reverse.
         ("(TOP (NP (NP (DT the) (NN man))))", "(TOP (NP (DT the) (NN man)))", 1, 2, 1),
         ("(TOP (NP (DT the) (NN man)))", "(TOP (NP (NP (DT the) (NN man))))", 1, 1, 2),

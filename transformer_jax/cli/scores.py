@@ -34,6 +34,10 @@ def evaluate(args: list[str]) -> None:
         """sacreBLEU's tokenisation of the first figure; None: 13a, or none where the corpus is tokenised already."""
         lowercase: bool = False
         """The first figure without case."""
+        language: str | None = None
+        """Two letters, for Moses' tokens; None: data.target_language of the run."""
+        output: Path | None = None
+        """A file for the translations of one run, a line each, detokenised where the corpus is tokenised."""
         ensemble: tuple[Path, ...] = ()
         """More runs, to score RUN together with: the mean of their probabilities."""
         bootstrap: int = 1000
@@ -57,6 +61,8 @@ def evaluate(args: list[str]) -> None:
         usage_error("evaluate", "name a run")
     if (parsed.source is None) != (parsed.reference is None):
         usage_error("evaluate", "--source and --reference go together")
+    if parsed.output is not None and (len(parsed.runs) > 1 or parsed.sweep):
+        usage_error("evaluate", "--output is for one run without --sweep")
     join_processes(parsed.cluster)
     from transformer_jax import score_commands
     from transformer_jax.evaluation.report import say_difference, say_result
@@ -69,9 +75,8 @@ def evaluate(args: list[str]) -> None:
             results = score_commands.sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
             _print_sweep(results, parsed.json)
         return
-    results = score_commands.evaluate_runs(
-        parsed.runs, pairs, parsed.split or "test", num_samples=parsed.bootstrap, **options, **given
-    )
+    options |= {"num_samples": parsed.bootstrap, "language": parsed.language, "output": parsed.output}
+    results = score_commands.evaluate_runs(parsed.runs, pairs, parsed.split or "test", **options, **given)
     first = None
     for result in results:
         if not is_first():

@@ -156,9 +156,10 @@ def _conversation() -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  what `input` edits lines with
     print("Type a line to translate it; Ctrl-D ends.", file=sys.stderr)
+    prompt = "> " if sys.stdout.isatty() else ""  # `input` writes it to stdout, which may be a file
     while True:
         try:
-            yield input("> ").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            yield input(prompt).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         except EOFError:
             print(file=sys.stderr)
             return

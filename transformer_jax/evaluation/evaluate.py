@@ -123,9 +123,9 @@ def evaluate_pairs(
     )
 
 
-def check_complete(report: Report, pairs: Pairs) -> None:
+def check_complete(translations: Sequence[str], pairs: Pairs) -> None:
     """Warns of sentences that were translated into nothing at all."""
-    both = zip(pairs.source, report.translations, strict=True)
+    both = zip(pairs.source, translations, strict=True)
     count = sum(bool(source.strip()) and not translation for source, translation in both)
     if count:
         warnings.warn(f"{count} of {len(pairs)} sentences were translated into nothing at all", stacklevel=2)

@@ -6,10 +6,17 @@ from importlib.metadata import version
 
 from sacremoses import MosesDetokenizer, MosesTokenizer
 
-QUOTES = str.maketrans("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a\u201b", '"' * 6 + "'" * 4)
-"""Typographic quotation marks, and the plain ones that they become."""
-
+_QUOTES = str.maketrans("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a\u201b", '"' * 6 + "'" * 4)
 VERSION = f"sacremoses {version('sacremoses')}"
+
+
+def plain_quotes(text: str) -> str:
+    """Typographic quotation marks and escaped ones as plain ones.
+
+    >>> plain_quotes("&quot; \u201eso\u201c isn &apos;t")
+    '" "so" isn \'t'
+    """
+    return text.translate(_QUOTES).replace("&quot;", '"').replace("&apos;", "'")
 
 
 class Moses:

@@ -30,7 +30,8 @@ class PairScore(NamedTuple):
     num_tokens: int
     """Of the target, EOS counted."""
     score: float
-    """log-probability / length penalty, by which the run's search would rank the target."""
+    """log-probability / length penalty, by which the run's search would rank the target. The softmax is one of all
+    tokens, whatever `decoding.renormalise` says."""
 
 
 def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:

@@ -59,7 +59,7 @@ def say_difference(result: Mapping[str, Any], first: Mapping[str, Any], say: Say
     """The paired tests of a run against the first one, a line each."""
     for one, other in zip(first["resampled"], result["resampled"], strict=True):
         if other["p_value"] is None:
-            say(f"not compared with {first['run']}: its references are others")
+            say(f"not compared with {first['run']}: its references or tokens are others")
             return
         say(
             f"against {first['run']}: {one['metric']} {other['score'] - one['score']:+.2f}, "

@@ -10,7 +10,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import reference_texts
+from transformer_jax.evaluation.evaluate import check_complete, reference_texts
 from transformer_jax.evaluation.scores import CorpusScores, score_corpus, tokenization_of
 
 
@@ -71,5 +71,6 @@ def sweep(
             checkpoint = setting.get("checkpoint")
         translator = translator.with_decoding(**setting)
         translations = translator.translate(list(pairs.source), shared=True)
+        check_complete(translations, pairs)
         references = reference_texts(pairs, translator.tokenizers)
         yield setting, score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)

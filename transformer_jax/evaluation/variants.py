@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformer_jax.evaluation.moses import QUOTES, VERSION, Moses, split_compounds
+from transformer_jax.evaluation.moses import VERSION, Moses, plain_quotes, split_compounds
 from transformer_jax.evaluation.scores import bleu
 
 
@@ -45,7 +45,7 @@ def bleu_variants(
     moses, sides = Moses(language), (list(translations), list(references))
     if is_tokenized:
         texts, tokens, plain = [moses.detokenize(lines) for lines in sides], list(sides), list(sides)
-        prefix, name = "detokenised, ", "tokens of the corpus"
+        prefix, name = f"detokenised ({VERSION}, {language}), ", "tokens of the corpus"
         changed = sum(again != line for again, line in zip(moses.tokenize(texts[1]), references, strict=True))
         if changed:
             warnings.warn(
@@ -55,8 +55,8 @@ def bleu_variants(
             )
     else:
         texts, tokens = list(sides), [moses.tokenize(lines) for lines in sides]
-        plain = [moses.tokenize([line.translate(QUOTES) for line in lines]) for lines in sides]
-        prefix, name = "", f"Moses tokens ({VERSION})"
+        plain = [moses.tokenize([plain_quotes(line) for line in lines]) for lines in sides]
+        prefix, name = "", f"Moses tokens ({VERSION}, {language})"
     found = []
     for label, (ours, theirs), tokenize in (
         (f"{prefix}sacreBLEU 13a", texts, "13a"),
@@ -65,5 +65,5 @@ def bleu_variants(
     ):
         found.append(Variant(label, *bleu(ours, theirs, tokenize)))
         found.append(Variant(f"{label}, lower-cased", *bleu(ours, theirs, tokenize, lowercase=True)))
-    ours, theirs = ([split_compounds(line.translate(QUOTES)) for line in lines] for lines in plain)
+    ours, theirs = ([split_compounds(plain_quotes(line)) for line in lines] for lines in plain)
     return [*found, Variant(f"paper: {name}, compounds split, plain quotes", *bleu(ours, theirs, "none"))]

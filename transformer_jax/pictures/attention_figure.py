@@ -42,16 +42,16 @@ def draw_figure(attention: Attention, output: Path, view: View) -> None:
     with drawing(output, width, height) as figure:
         figure.suptitle(title)
         grid = figure.subplots(rows, columns, squeeze=False)
+        largest = max(weights.max() for weights in named.values())
         for place, axes in enumerate(grid.flat):
             if place >= len(named):
                 axes.set_axis_off()
                 continue
             name, weights = list(named.items())[place]
-            image = draw_map(axes, maps, weights, has_keys=place < columns, has_queries=place % columns == 0)
+            image = draw_map(axes, maps, weights, largest, has_keys=place < columns, has_queries=place % columns == 0)
             if len(named) > 1:
                 axes.set_xlabel(name)
-        if len(named) == 1:
-            figure.colorbar(image, ax=grid, shrink=0.6)
+        figure.colorbar(image, ax=grid, shrink=0.6)
 
 
 def heads_of(maps: Maps, layer: int, head: int | str) -> dict[str, np.ndarray]:
@@ -68,7 +68,7 @@ def draw_lines(axes: Any, maps: Maps, named: dict[str, np.ndarray]) -> None:
     above, below = _places(maps.queries), _places(maps.keys)
     largest = max(weights.max() for weights in named.values())
     numbers = [int(name.removeprefix("head ")) - 1 if name.startswith("head ") else 0 for name in named]
-    colours = head_colours(max(*numbers, len(named) - 1, 0) + 1)
+    colours = head_colours(maps.weights.shape[1])  # a head alone has the colour that it has among all
     for (name, weights), number in zip(named.items(), numbers, strict=True):
         shares = weights / largest
         pairs = np.argwhere(shares >= _FAINTEST)
@@ -91,10 +91,10 @@ def draw_lines(axes: Any, maps: Maps, named: dict[str, np.ndarray]) -> None:
         ticks.spines[:].set_visible(False)
 
 
-def draw_map(axes: Any, maps: Maps, weights: np.ndarray, *, has_keys: bool, has_queries: bool) -> Any:
-    """A heat map: a row for each token that attends. Returns matplotlib's image."""
+def draw_map(axes: Any, maps: Maps, weights: np.ndarray, largest: float, *, has_keys: bool, has_queries: bool) -> Any:
+    """A heat map, `largest` darkest: a row for each token that attends. Returns matplotlib's image."""
     places = _places(maps.keys)
-    image = axes.imshow(weights[:, np.argsort(places)], cmap="Blues", vmin=0, vmax=weights.max())
+    image = axes.imshow(weights[:, np.argsort(places)], cmap="Blues", vmin=0, vmax=largest)
     axes.set_xticks(places if has_keys else [], maps.keys if has_keys else [], rotation=90)
     axes.set_yticks(range(len(maps.queries)) if has_queries else [], maps.queries if has_queries else [])
     axes.tick_params(length=0, labeltop=True, labelbottom=False)

@@ -1,6 +1,6 @@
 """Checkpoint averaging (paper section 6.1: the last 5 for base, the last 20 for big)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -12,14 +12,20 @@ from transformer_jax.run.folder import RunFolder
 from transformer_jax.types import Params
 
 
-def average_params(trees: list[Params]) -> Params:
-    """The mean of parameter trees, summed in float64, in their own dtype."""
+def average_params(trees: Iterable[Params]) -> Params:
+    """The mean of parameter trees, summed in float64 on the host, in the dtypes of the first.
 
-    def mean(*leaves: jax.Array) -> np.ndarray:
-        total = sum(np.asarray(leaf, np.float64) for leaf in leaves)
-        return np.asarray(total / len(leaves)).astype(leaves[0].dtype)
-
-    return jax.tree.map(mean, *trees)
+    Takes them one by one: 20 of the big model, beside a training, are more than most devices have room for.
+    """
+    rest = iter(trees)
+    first = next(rest)
+    dtypes = jax.tree.map(lambda leaf: leaf.dtype, first)
+    total, count = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), first), 1
+    del first
+    for tree in rest:
+        total, count = jax.tree.map(lambda so_far, leaf: so_far + np.asarray(leaf, np.float64), total, tree), count + 1
+    mean: Params = jax.tree.map(lambda leaf, dtype: (leaf / count).astype(dtype), total, dtypes)
+    return mean
 
 
 def choose_steps(run: RunFolder, *, last: int | None = None, minutes: float | None = None) -> list[int]:
@@ -46,6 +52,6 @@ def average_checkpoints(run: RunFolder, config: ModelConfig, steps: Sequence[int
         UserError: there is no such checkpoint.
     """
     chosen = sorted(set(steps))
-    trees = [load_params(resolve_checkpoint(run, str(step)), config) for step in chosen]
-    save_params(run.average, average_params(trees))
+    checkpoints = [resolve_checkpoint(run, str(step)) for step in chosen]  # what is missing is found before the work
+    save_params(run.average, average_params(load_params(checkpoint, config) for checkpoint in checkpoints))
     return chosen
