@@ -20,12 +20,13 @@ assert "jax" not in sys.modules, "jax was imported before conftest.py: it would 
 # code: most of the tests' time is compilation.
 _flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
-    _flags.append("--xla_cpu_use_fusion_emitters=false")
+    _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 for _flag in _flags:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by accident is an error
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # which line an operation comes from: nobody asks here
 
 # What one test has compiled, another need not compile again.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
