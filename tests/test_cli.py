@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import plain
+from processes import xla_flags
 from test_commands import tiny_run
 
 from transformer_jax import commands, score_commands
@@ -278,8 +279,7 @@ def test_help_of_translate_shows_the_runs_own_values(cli, tiny):
 
 def in_a_process(*args, **options):
     """The command in a process of its own, with one device, whose warnings are errors no more."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1)}
     code = "import sys; from transformer_jax.cli import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=environment, timeout=300, **options)
 

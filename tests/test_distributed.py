@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import xla_flags
 from test_commands import tiny_config, write_corpus
 from tiny import make_batch, make_config, train
 
@@ -33,7 +34,7 @@ def free_port():
 
 def start(command, devices):
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment["XLA_FLAGS"] = xla_flags(devices)
     pipe = subprocess.PIPE
     return subprocess.Popen(
         list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True

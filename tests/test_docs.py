@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import readme
+from processes import xla_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```bash" in page.read_text(encoding="utf-8"))
@@ -16,7 +17,7 @@ PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if "```bash" in pag
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_bash_blocks_run(page, tmp_path):
     shutil.copy(ROOT / "train.py", tmp_path)
-    environment = dict(os.environ, XLA_FLAGS="--xla_backend_optimization_level=0")  # one device, compiled fast
+    environment = dict(os.environ, XLA_FLAGS=xla_flags(1))
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment["PYTHONPATH"] = str(ROOT)
     for block in readme.fenced_blocks(page.read_text(encoding="utf-8")):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import xla_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = {
@@ -22,7 +23,7 @@ FLAGS = {
 
 def start(workdir: Path, devices: int, num_steps: int) -> subprocess.Popen:
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment["XLA_FLAGS"] = xla_flags(devices)
     flags = [f"--{section}.{name}={value}" for section, fields in FLAGS.items() for name, value in fields.items()]
     command = [sys.executable, str(ROOT / "train.py"), f"--workdir={workdir}", f"--training.num-steps={num_steps}"]
     return subprocess.Popen(

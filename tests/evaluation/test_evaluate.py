@@ -170,7 +170,6 @@ def test_words_that_no_side_knows_are_no_evidence(translator, monkeypatch):
 
 def test_sentences_translated_into_nothing_are_warned_of(translator):
     pairs = Pairs(["a dog", " ", "the cat"], ["ein hund", "", "die katze"], "here")
-    report = evaluate_pairs(translator, pairs)
-    module.check_complete(dataclasses.replace(report, translations=["x", "", "y"]), pairs)
+    module.check_complete(["x", "", "y"], pairs)
     with pytest.warns(UserWarning, match="1 of 3 sentences were translated into nothing"):
-        module.check_complete(dataclasses.replace(report, translations=["", "", "y"]), pairs)
+        module.check_complete(["", "", "y"], pairs)

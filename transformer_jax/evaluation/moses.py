@@ -13,8 +13,8 @@ VERSION = f"sacremoses {version('sacremoses')}"
 def plain_quotes(text: str) -> str:
     """Typographic quotation marks and escaped ones as plain ones.
 
-    >>> plain_quotes("&quot; \u201eso\u201c isn &apos;t")
-    '" "so" isn \'t'
+    >>> print(plain_quotes("&quot; \u201eso\u201c isn &apos;t"))
+    " "so" isn 't
     """
     return text.translate(_QUOTES).replace("&quot;", '"').replace("&apos;", "'")
 
