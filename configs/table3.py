@@ -8,7 +8,7 @@ command   python train.py configs/table3.py:B1; several rows, smaller ones, anot
 text      the dataset wmt14, subset de-en, downloaded by the library `datasets`
 hardware  a GPU; the paper had 8 NVIDIA P100
 time      not yet run; the paper: 12 hours a row (0.4 s a step), big 3.5 days (1.0 s a step)
-score     not yet run
+score     not yet run; at an eighth of the width on 2 CPU cores: docs/results.md
 """
 
 from transformer_jax.config import Config
