@@ -227,8 +227,9 @@ def test_a_picture_of_the_rows_beside_the_papers(tmp_path, suffix):
         # The paper's best at the top.
         assert text.index("big is changed") < text.index("base is changed") < text.index("D1 is changed")
         assert text.index("D1 is changed") < text.index("C1 is changed")
-        assert ">the paper<" in text
-        assert ">here<" in text
+        assert ">the paper: newstest2013<" in text
+        assert ">here: validation<" in text
+        assert text.count(">perplexity<") == 2
     assert output.stat().st_size > 5_000
 
 

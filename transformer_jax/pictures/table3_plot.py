@@ -25,13 +25,14 @@ def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
     colours = [COLOURS[groups.index(one["row"][0])] for one in results]
     sides = [PAPER[one["row"]].perplexity for one in results], [perplexity_of(one) for one in results]
     with drawing(output, 7.2, 1.1 + 0.24 * len(results)) as figure:
-        for axes, values, name in zip(figure.subplots(1, 2, sharey=True), sides, ("the paper", "here"), strict=True):
+        names = "the paper: newstest2013", "here: validation"
+        for axes, values, name in zip(figure.subplots(1, 2, sharey=True), sides, names, strict=True):
             axes.scatter(values, places, c=colours, s=22)
             for one, value in zip(results, values, strict=True):
                 if one["row"] == "base":
                     axes.axvline(value, color="#999999", linewidth=0.8, zorder=0)
             axes.set_title(name, fontsize=9)
-            axes.set_xlabel("perplexity on the development set")
+            axes.set_xlabel("perplexity")
             axes.set_yticks(places, [f"{one['row']}  {one['change']}".strip() for one in results], fontsize=7)
             axes.grid(axis="y", alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
