@@ -109,6 +109,9 @@ def test_translations_are_written_as_text(cli, tiny, monkeypatch, tmp_path):
     assert ", fr), sacreBLEU 13a" in done.out
     assert output.read_text().splitlines() == ['c\'est "bien".'] * 12
     assert cli(*asked, tiny.run).status == 2
+    for wrong, reason in ((tmp_path / "none" / "x", "there is no folder"), (tmp_path, "Is a directory")):
+        refused = cli(*asked[:-1], wrong)
+        assert (refused.status, f"error: {wrong}: cannot be written: {reason}" in refused.err) == (1, True)
 
 
 def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):

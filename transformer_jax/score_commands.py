@@ -62,8 +62,10 @@ def evaluate_runs(
         of the difference.
 
     Raises:
-        UserError: no such run, checkpoint or split.
+        UserError: no such run, checkpoint or split, or the output cannot be written.
     """
+    if output is not None and not Path(output).parent.is_dir():  # before the work
+        raise UserError(f"{output}: cannot be written: there is no folder {Path(output).parent}")
     first: tuple[Report, str] | None = None
     for run in runs:
         translator = Translator.load(run, ensemble=ensemble, **decoding)
@@ -87,7 +89,10 @@ def evaluate_runs(
             result["resampled"] = compared(report, other, kind, lowercase, num_samples) if num_samples else []
             if output is not None:
                 lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
-                write_atomically(Path(output), "".join(line + "\n" for line in lines))
+                try:
+                    write_atomically(Path(output), "".join(line + "\n" for line in lines))
+                except OSError as error:
+                    raise UserError(f"{output}: cannot be written: {error.strerror}") from error
         first = first or (report, kind)
         yield result
 
