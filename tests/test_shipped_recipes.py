@@ -151,6 +151,19 @@ def test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average(tmp_path
     assert [row["step"] for row in validated] == [4, 7]
 
 
+@pytest.mark.parametrize("name", ["wmt14_en_fr_base", "wmt14_en_fr_big"])
+def test_wmt14_reads_french(library, name):
+    splits = {
+        split: [{"translation": {"en": f"the {split}", "fr": f"le {split}"}}]
+        for split in ("train", "validation", "test")
+    }
+    library("wmt14", "fr-en", splits)
+    data = recipe(name).data
+    for ours, theirs in (("train", "train"), ("valid", "validation"), ("test", "test")):
+        pairs = read_split(data, ours)
+        assert (list(pairs.source), list(pairs.target)) == ([f"the {theirs}"], [f"le {theirs}"])
+
+
 # ------------------------------------------------------------------------------------------------------ other corpora
 
 
