@@ -178,6 +178,7 @@ def test_a_map_is_the_weights_with_the_first_key_where_its_script_begins(axes, k
     weights = heads_of(maps, 1, "mean")["mean of 3 heads"]
     np.testing.assert_allclose(weights, maps.weights[0].mean(0))
     draw_map(axes, maps, weights, 0.9, has_keys=True, has_queries=True)
+    assert axes.images[0].get_clim() == (0, 0.9), "one scale for all heads of a figure"
     is_mirrored = keys[0] != "a"
     np.testing.assert_array_equal(axes.images[0].get_array(), weights[:, ::-1] if is_mirrored else weights)
     assert dict(zip([text.get_text() for text in axes.get_xticklabels()], axes.get_xticks(), strict=True)) == {

@@ -1,6 +1,7 @@
 """Checkpoint averaging against NumPy float64."""
 
 import json
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from transformer_jax.config import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.run import averaging
 from transformer_jax.run.averaging import average_checkpoints, average_params, choose_steps
 from transformer_jax.run.checkpoint import Checkpoints, load_params, resolve_checkpoint
 from transformer_jax.run.folder import RunFolder
@@ -52,6 +54,22 @@ def test_sums_are_in_float64_and_results_in_the_own_type():
     mean = average_params(small)["w"]
     np.testing.assert_array_equal(mean, np.array([(1 + 3 * 2**-24) / 4, 2**-24], np.float32))
     assert average_params([{"w": jnp.ones(2, jnp.bfloat16)}] * 2)["w"].dtype == jnp.bfloat16
+
+
+def test_checkpoints_are_loaded_one_by_one(run, monkeypatch):
+    """20 of a big model are more than a device has room for, beside a training."""
+    loaded: list[weakref.ref] = []
+
+    def load(*args):
+        assert sum(leaf() is not None for leaf in loaded) <= count, "of the one before, and no other"
+        params = load_params(*args)
+        loaded.extend(map(weakref.ref, jax.tree.leaves(params)))
+        return params
+
+    count = len(jax.tree.leaves(random_params(5)))
+    monkeypatch.setattr(averaging, "load_params", load)
+    assert average_checkpoints(run, CONFIG, (5, 10, 15, 20)) == [5, 10, 15, 20]
+    assert len(loaded) == 4 * count
 
 
 @pytest.mark.parametrize("last", [0, 5, -1])

@@ -49,7 +49,11 @@ def compared(
         tokenize, lowercase, num_samples: as for `resample`.
     """
     systems = {"this": report.translations}
-    if first is not None and first.references == report.references:
+    if (
+        first is not None
+        and first.references == report.references
+        and first.scores.bleu_signature == report.scores.bleu_signature  # of the same kind of tokens
+    ):
         systems = {"first": first.translations, **systems}
     found = resample(systems, report.references, tokenize, lowercase, num_samples)["this"]
     return [dataclasses.asdict(one) for one in found]
