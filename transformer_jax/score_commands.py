@@ -19,7 +19,7 @@ from transformer_jax.evaluation.sweep import parse_grid
 from transformer_jax.evaluation.sweep import sweep as try_settings
 from transformer_jax.evaluation.variants import bleu_variants
 from transformer_jax.run.averaging import average_checkpoints, choose_steps
-from transformer_jax.run.folder import RunFolder, write_atomically
+from transformer_jax.run.folder import RunFolder, write_output
 from transformer_jax.run.lock import locked
 
 
@@ -66,7 +66,7 @@ def evaluate_runs(
     """
     if output is not None and not Path(output).parent.is_dir():  # before the work
         raise UserError(f"{output}: cannot be written: there is no folder {Path(output).parent}")
-    first: tuple[Report, str] | None = None
+    first: Report | None = None
     for run in runs:
         translator = Translator.load(run, ensemble=ensemble, **decoding)
         config = translator.config
@@ -85,15 +85,11 @@ def evaluate_runs(
             sides = report.translations, report.references
             variants = bleu_variants(*sides, language=spoken, is_tokenized=is_tokenized)
             result["variants"] = [dataclasses.asdict(variant) for variant in variants]
-            other = first[0] if first and first[1] == kind else None
-            result["resampled"] = compared(report, other, kind, lowercase, num_samples) if num_samples else []
+            result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
             if output is not None:
                 lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
-                try:
-                    write_atomically(Path(output), "".join(line + "\n" for line in lines))
-                except OSError as error:
-                    raise UserError(f"{output}: cannot be written: {error.strerror}") from error
-        first = first or (report, kind)
+                write_output(Path(output), "".join(line + "\n" for line in lines))
+        first = first or report
         yield result
 
 
@@ -106,13 +102,12 @@ def sweep(
         UserError: no such run, split, field or value.
     """
     grid = parse_grid(settings)
-    if pairs is not None:
-        check_direction(Translator.load(run), pairs)
+    is_given = pairs is not None
     pairs = pairs or split_of(RunFolder(Path(run)).load_config(), split, run)
     runs: dict[str, Any] = {"run": str(run)}
     if options.get("ensemble"):
         runs["ensemble"] = [{"run": str(other)} for other in options["ensemble"]]
-    for setting, scores in try_settings(run, pairs, grid, **options):
+    for setting, scores in try_settings(run, pairs, grid, is_given=is_given, **options):
         yield {**runs, "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
 
 

@@ -10,7 +10,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import check_complete, reference_texts
+from transformer_jax.evaluation.evaluate import check_complete, check_direction, reference_texts
 from transformer_jax.evaluation.scores import CorpusScores, score_corpus, tokenization_of
 
 
@@ -46,6 +46,7 @@ def sweep(
     *,
     tokenize: str | None = None,
     lowercase: bool = False,
+    is_given: bool = False,
     **decoding: Any,
 ) -> Iterator[tuple[dict[str, Any], CorpusScores]]:
     """Translates the pairs under each combination of the settings. With several processes, all call it alike.
@@ -55,6 +56,7 @@ def sweep(
         pairs: of the development set.
         grid: fields of `DecodingConfig` and their values; the last field changes fastest.
         tokenize, lowercase: as for `score_corpus`.
+        is_given: the pairs are not of the run's own corpus, so that their sides may have been swapped.
         decoding: more fields, the same for all, or another argument of `Translator.load`.
 
     Yields:
@@ -64,11 +66,13 @@ def sweep(
     for setting in combinations:
         DecodingConfig(**setting)  # a value that is not legal is found before the work
     translator, checkpoint = None, None
-    for setting in combinations:
+    for number, setting in enumerate(combinations):
         # The checkpoint is the only setting that needs other files.
         if translator is None or setting.get("checkpoint") != checkpoint:
             translator = Translator.load(run, **(decoding | setting))
             checkpoint = setting.get("checkpoint")
+        if is_given and number == 0:
+            check_direction(translator, pairs)
         translator = translator.with_decoding(**setting)
         translations = translator.translate(list(pairs.source), shared=True)
         check_complete(translations, pairs)

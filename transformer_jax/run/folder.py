@@ -202,6 +202,18 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def write_output(path: Path, text: str) -> None:
+    """Writes, as `write_atomically`, a file that was asked for.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
 def truncate_after(path: Path, last_step: int) -> None:
     """Drops the rows of a JSON-lines file that were written after `last_step`, and a line torn by a kill."""
     if not path.exists():

@@ -9,7 +9,7 @@ from typing import Any
 from transformer_jax.data.corpus import read_split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.errors import UserError
-from transformer_jax.run.folder import write_atomically
+from transformer_jax.run.folder import write_atomically, write_output
 from transformer_jax.treebank.bracketing import score_brackets
 from transformer_jax.treebank.linearization import delinearize, linearize
 from transformer_jax.treebank.trees import Tree, clean, read_trees
@@ -75,10 +75,7 @@ def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding
         for parse, tree in zip(translator.translate(list(pairs.source)), gold, strict=True)
     ]
     if output is not None:
-        try:
-            write_atomically(output, "".join(f"{read.tree}\n" for read in reads))
-        except OSError as error:
-            raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+        write_output(output, "".join(f"{read.tree}\n" for read in reads))
     scores = score_brackets(zip(gold, (read.tree for read in reads), strict=True))
     states = Counter(read.state for read in reads)
     return {
