@@ -62,11 +62,10 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
 
     from benchmarks.corpora import count_tokens, make_corpus, make_plan
     from transformer_jax.config import ModelConfig, TrainingConfig
-    from transformer_jax.data.pipeline import batch_iterator
+    from transformer_jax.data.loader import batch_iterator
     from transformer_jax.model.transformer import Transformer
     from transformer_jax.training.optimizer import make_optimizer
-    from transformer_jax.training.state import dropout_rng, init_rng, init_state
-    from transformer_jax.training.step import train_step
+    from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
 
     config = ModelConfig(**SIZES[spec["size"]].model(dtype=spec["dtype"]))
     encoded = make_corpus(spec["corpus"], spec["pairs"], config.vocab_size)

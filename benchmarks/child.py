@@ -17,7 +17,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     tuned = False
     if spec.get("malloc", False):
-        from transformer_jax.malloc import tune_malloc
+        from transformer_jax.runtime.environment import tune_malloc
 
         tuned = tune_malloc()  # before jax or torch starts threads
     module, _, function = target.partition(":")

@@ -133,7 +133,7 @@ def _turns(
 
 
 def _bleu(texts: list[str], options: argparse.Namespace) -> float:
-    from transformer_jax.evaluation.scores import score_corpus
+    from transformer_jax.evaluation.bleu import score_corpus
 
     pairs = zip(*(path.read_text(encoding="utf-8").splitlines() for path in (options.source, options.reference)),
                 strict=True)  # fmt: skip

@@ -29,12 +29,12 @@ def prepare(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
         spec: `folder`; `size` for random weights, words as tokens and EOS impossible, so that every output is as long
             as its limit; or `run` and `lines`, a trained run and its sentences; `formats` to export to.
     """
+    from transformer_jax.checkpoint.run_dir import RunDir
     from transformer_jax.interop.convert import export_run
-    from transformer_jax.run.folder import RunFolder
 
     folder = Path(spec["folder"])
     run, lines = _forced_run(spec, folder) if "size" in spec else (Path(spec["run"]), spec["lines"])
-    config = RunFolder(run).load_config()
+    config = RunDir(run).load_config()
     failed = {}
     for name in spec["formats"]:
         try:
@@ -63,7 +63,7 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
 
     def translate(sentences: slice, beam: int) -> list[str]:
         if beam not in translators:
-            changes: dict[str, Any] = {"beam_size": beam} | ({"max_extra": 0} if work["forced"] else {})
+            changes: dict[str, Any] = {"beam_size": beam} | ({"max_length_offset": 0} if work["forced"] else {})
             decoding = dataclasses.replace(base.config.decoding, **changes)
             config = dataclasses.replace(base.config, decoding=decoding)
             translators[beam] = Translator(config, base.params, base.tokenizers)
@@ -205,7 +205,7 @@ def _work(spec: Mapping[str, Any]) -> Answer:
 
 
 def _tokenizers(run: str | Path) -> Any:
-    from transformer_jax.data.tokenizer import TokenizerPair
+    from transformer_jax.data.tokenizer_pair import TokenizerPair
 
     return TokenizerPair.load(Path(run) / "tokenizer")
 
@@ -222,12 +222,12 @@ def _forced_run(spec: Mapping[str, Any], folder: Path) -> tuple[Path, list[str]]
     import jax
     import jax.numpy as jnp
 
+    from transformer_jax.checkpoint.checkpoint import save_params
+    from transformer_jax.checkpoint.run_dir import RunDir
     from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
-    from transformer_jax.data.segmentation import WordTokenizer
-    from transformer_jax.data.tokenizer import TokenizerPair
+    from transformer_jax.data.tokenizer import WordTokenizer
+    from transformer_jax.data.tokenizer_pair import TokenizerPair
     from transformer_jax.model.transformer import Transformer
-    from transformer_jax.run.checkpoint import save_params
-    from transformer_jax.run.folder import RunFolder
     from transformer_jax.types import SPECIAL_TOKENS
 
     size = SIZES[spec["size"]]
@@ -236,7 +236,7 @@ def _forced_run(spec: Mapping[str, Any], folder: Path) -> tuple[Path, list[str]]
     config = Config(
         model=ModelConfig(**size.model(logits_bias=True)),
         tokenizer=TokenizerConfig(kind="word"),
-        decoding=DecodingConfig(beam_size=1, alpha=1.0, length_penalty="power", max_extra=0),
+        decoding=DecodingConfig(beam_size=1, alpha=1.0, length_penalty="power", max_length_offset=0),
     )
     tokens = jnp.ones((1, 1), jnp.int32)
     params = jax.jit(Transformer(config.model).init)(jax.random.key(0), tokens, tokens)["params"]
@@ -246,7 +246,7 @@ def _forced_run(spec: Mapping[str, Any], folder: Path) -> tuple[Path, list[str]]
         part: jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 else leaf, tree) if part.endswith("coder") else tree
         for part, tree in params.items()
     } | {"logits_bias": bias}
-    run = RunFolder(folder / "run")
+    run = RunDir(folder / "run")
     run.path.mkdir(parents=True)
     run.config_file.write_text(config.to_json(), encoding="utf-8")
     TokenizerPair(tokenizer, tokenizer).save(run.tokenizer)

@@ -43,7 +43,7 @@ def parts(scale: str) -> list[Part]:
     big, half = (["--sizes", "big", "--rows", rows, *step] for rows in ("392", "196"))
     best = ["--peers", "compile_autocast"]
     choices = ["--vary", "dropout_generator=hash,threefry", "--vary", "attention_kernel=xla", "--check-kernels"]
-    more = ["--vary", "logits_megabytes=64,1024,100000", "--vary", "scan_layers=true"]
+    more = ["--vary", "loss_chunk_mb=64,1024,100000", "--vary", "scan_layers=true"]
     corpus = ["--corpora", "wmt", "--pairs", "100000", "--batch-tokens", "25000", "--dtype", "bfloat16"]
     return [
         Part("base", ["training_step", *best, *base], 200),

@@ -61,7 +61,7 @@ def pipeline(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer
     """The side of `batch_iterator`: `spec` has `corpus`, `pairs`, `batching`, `batch_tokens`."""
     from benchmarks.corpora import count_tokens, entropy, make_corpus, make_plan
     from transformer_jax.config import ModelConfig
-    from transformer_jax.data.pipeline import batch_iterator
+    from transformer_jax.data.loader import batch_iterator
 
     model = ModelConfig()
     encoded = make_corpus(spec["corpus"], spec["pairs"], model.vocab_size)

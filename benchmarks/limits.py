@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.evaluation.cost import matrix_entries, training_flops
+from transformer_jax.experiments.cost import matrix_entries, training_flops
 
 
 def matrix_rate(dtype: str, size: int = 0) -> float:

@@ -287,8 +287,8 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         medians = [line["ratio"]["median"] for line in shown]
         below = [line["ratio"]["median"] - line["ratio"]["min"] for line in shown]
         above = [line["ratio"]["max"] - line["ratio"]["median"] for line in shown]
-        colours = ["#4472a8" if median >= 1 else "#c0803c" for median in medians]
-        axes.barh(places, medians, xerr=[below, above], color=colours, ecolor="#404040", capsize=2)
+        colors = ["#4472a8" if median >= 1 else "#c0803c" for median in medians]
+        axes.barh(places, medians, xerr=[below, above], color=colors, ecolor="#404040", capsize=2)
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_yticks(places, [f"{line['benchmark']}: {line['name']} ({line['device']})" for line in shown], size=7)
         axes.invert_yaxis()

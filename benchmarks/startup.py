@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.common import ROOT, Output, child_environment, comma_list, parser, summary
 
 IMPORTS = (
-    *("transformer_jax", "transformer_jax.cli", "transformer_jax.commands", "transformer_jax.model.transformer"),
-    *("transformer_jax.training.loop", "transformer_jax.decoding.translator", "transformer_jax.data.pipeline"),
+    *("transformer_jax", "transformer_jax.cli", "transformer_jax.run", "transformer_jax.model.transformer"),
+    *("transformer_jax.training.loop", "transformer_jax.decoding.translator", "transformer_jax.data.loader"),
     *("numpy", "jax", "flax.linen", "optax", "orbax.checkpoint", "grain", "tokenizers", "sacrebleu"),
 )
 

@@ -16,8 +16,7 @@ from benchmarks.sizes import SIZES, random_batch
 from transformer_jax.config import ModelConfig, TrainingConfig
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.state import dropout_rng, init_rng, init_state
-from transformer_jax.training.step import train_step
+from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
 from transformer_jax.types import Batch
 
 Answer = dict[str, Any]
@@ -45,8 +44,8 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
         model=model,
         optimizer=optimizer,
         smoothing=training.label_smoothing,
-        mass=training.smoothing_mass,
-        max_logits=training.logits_megabytes * 10**6 // 4,
+        mass=training.label_smoothing_over,
+        max_logits=training.loss_chunk_mb * 10**6 // 4,
     )
     rng = dropout_rng(0, training.dropout_generator)
 

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
                        "and after the activation too, as torch.nn.Transformer has it")  # fmt: skip
     flags.add_argument("--attention-kernel", choices=("auto", "xla"), default="auto")
     flags.add_argument("--remat", choices=("none", "layers", "dots"), default="none")
-    flags.add_argument("--logits-megabytes", type=int)
+    flags.add_argument("--loss-chunk-mb", type=int)
     options = flags.parse_args(arguments)
     for given, legal, flag in ((options.sizes, SIZES, "--sizes"), (options.peers, PEERS, "--peers")):
         unknown = sorted(set(given) - set(legal))
@@ -53,12 +53,12 @@ def measure(size: str, options: argparse.Namespace, output: Output) -> bool:
     choices |= {"attention_kernel": options.attention_kernel, "remat": options.remat}
     if options.dropout == "everywhere":
         choices |= {"attention_dropout": 0.1, "activation_dropout": 0.1}
-    if options.logits_megabytes:
-        choices["logits_megabytes"] = options.logits_megabytes
+    if options.loss_chunk_mb:
+        choices["loss_chunk_mb"] = options.loss_chunk_mb
     spec = {**common, "choices": choices}
     label = f"{size} {options.dtype}" + "".join(
         f" {name} {getattr(options, name)}"
-        for name in ("dropout", "dropout_generator", "attention_kernel", "remat", "rows", "length", "logits_megabytes")
+        for name in ("dropout", "dropout_generator", "attention_kernel", "remat", "rows", "length", "loss_chunk_mb")
         if getattr(options, name) not in ("auto", "hash", "none", "paper", None)
     )
     try:

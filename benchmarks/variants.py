@@ -1,6 +1,6 @@
 """Choices of the training step against the defaults, in turn, in one process.
 
-python -m benchmarks.variants --sizes base --vary dropout_generator=hash,threefry --vary logits_megabytes=64,1024
+python -m benchmarks.variants --sizes base --vary dropout_generator=hash,threefry --vary loss_chunk_mb=64,1024
 """
 
 import argparse

@@ -12,15 +12,7 @@ score     small: 100.00 % exact match on 200 rows that are not in the training s
 
 import dataclasses
 
-from transformer_jax import (
-    Config,
-    DataConfig,
-    DecodingConfig,
-    ModelConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    UserError,
-)
+from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig, UserError
 
 VOCAB_SIZE = 14  # ten symbols and the four special tokens
 ROWS = 80  # in a batch, of ten symbols and EOS
@@ -58,14 +50,14 @@ def get_config(name: str = "small") -> Config:
         model=model,
         data=DataConfig(
             source="copy",
-            numbers_train=32_000,
-            numbers_valid=200,
-            numbers_test=200,
+            synthetic_train_size=32_000,
+            synthetic_valid_size=200,
+            synthetic_test_size=200,
             max_length=11,
             batch_tokens=ROWS * 11,
             max_shapes=1,
         ),
         tokenizer=TokenizerConfig(kind="word"),
         training=dataclasses.replace(training, label_smoothing=0.0, validate_every=200, valid_sentences=200),
-        decoding=DecodingConfig(beam_size=1, max_extra=5),
+        decoding=DecodingConfig(beam_size=1, max_length_offset=5),
     )

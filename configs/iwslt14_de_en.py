@@ -7,8 +7,8 @@ there).
 command   python train.py configs/iwslt14_de_en.py
 hardware  a GPU
 time      not yet run
-score     not yet run; fairseq: about 34.6 BLEU (tokenised, lower-cased)
-text      tokenised, lower-cased, cut by subword-nmt's 10,000 merges: github.com/facebookresearch/fairseq,
+score     not yet run; fairseq: about 34.6 BLEU (tokenized, lower-cased)
+text      tokenized, lower-cased, cut by subword-nmt's 10,000 merges: github.com/facebookresearch/fairseq,
           examples/translation/prepare-iwslt14.sh makes it and needs git, perl and a network: put train, valid and test,
           as *.de and *.en, from its iwslt14.tokenized.de-en/ into data/iwslt14.tokenized.de-en. The library `datasets`
           does not get it: the sets of IWSLT there are loading scripts, which it runs no more
@@ -34,7 +34,7 @@ def get_config() -> Config:
             target_language="en",
             batch_tokens=4_096,
         ),
-        tokenizer=TokenizerConfig(kind="presegmented"),
+        tokenizer=TokenizerConfig(kind="pretokenized"),
         training=TrainingConfig(
             num_steps=50_000,
             schedule="inverse_sqrt",

@@ -1,14 +1,14 @@
 """Multi30k, English to German: 29,000 captions of pictures (Elliott et al. 2016), test2016 as test.
 
 raw       the original text with a joint BPE of our own, scored by sacreBLEU 13a
-bpe10k    lower-cased, tokenised text with subword-nmt's 10,000 merges already in it, scored as it is: the form of the
+bpe10k    lower-cased, tokenized text with subword-nmt's 10,000 merges already in it, scored as it is: the form of the
           published 41.02 (Wu et al. 2021, text only), whose shape and recipe this is: 4 + 4 layers, d_model 128,
           d_ff 256, 4 heads, dropout 0.3, 8,192 tokens a batch, 8,000 updates, the last 10 checkpoints averaged, beam 5
 
 command   python train.py configs/multi30k_en_de.py:bpe10k --training.num-steps 2500
 hardware  2 CPU cores (AMD EPYC, Zen 4)
 time      about 1 hour, counted from 1.35 s a step: the run itself shared its CPU
-score     on test2016, bpe10k: 38.04 BLEU (tokenised, lower-cased); raw after 1,500 updates: 26.52 (sacreBLEU 13a);
+score     on test2016, bpe10k: 38.04 BLEU (tokenized, lower-cased); raw after 1,500 updates: 26.52 (sacreBLEU 13a);
           all 8,000 updates: not yet run
 text      raw: github.com/multi30k/dataset, data/task1/raw: put train, val and test_2016_flickr, as *.en and *.de (plain
           or packed as .gz, .xz or .zst), into data/multi30k/raw
@@ -28,7 +28,7 @@ FORMS = {
     ),
     "bpe10k": (
         DataConfig(source="text", directory="data/multi30k/bpe10k-en-de", test="test.2016"),
-        TokenizerConfig(kind="presegmented"),
+        TokenizerConfig(kind="pretokenized"),
         9_712,
     ),
 }

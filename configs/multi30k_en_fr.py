@@ -1,7 +1,7 @@
 """Multi30k, English to French: 29,000 captions of pictures (Elliott et al. 2017), test2016 as test.
 
 raw       the original text with a joint BPE of our own, scored by sacreBLEU 13a
-bpe10k    lower-cased, tokenised text with subword-nmt's 10,000 merges already in it, scored as it is
+bpe10k    lower-cased, tokenized text with subword-nmt's 10,000 merges already in it, scored as it is
 
 The model and the training are those of multi30k_en_de.py.
 
@@ -20,7 +20,7 @@ import dataclasses
 from pathlib import Path
 
 from transformer_jax import Config
-from transformer_jax.recipes import load_recipe
+from transformer_jax.presets import load_recipe
 
 VOCAB_SIZES = {"raw": 8_000, "bpe10k": 9_537}
 

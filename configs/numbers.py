@@ -8,7 +8,7 @@ score     99.85 % exact match on 2,000 numbers that are not in the training set
 """
 
 from transformer_jax.config import Config
-from transformer_jax.recipes import numbers_config
+from transformer_jax.presets import numbers_config
 
 
 def get_config() -> Config:

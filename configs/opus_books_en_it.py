@@ -1,7 +1,7 @@
 """OPUS Books, English to Italian: 32,332 pairs of sentences from novels, words as tokens: a common teaching setting.
 
 The base sizes with pre-norm, the LayerNorm with the unbiased standard deviation, no table shared, a bias on the logits,
-Xavier initialisation, dropout 0.1 everywhere, Adam as PyTorch has it with a constant 1e-4, at most 350 tokens, greedy.
+Xavier initialization, dropout 0.1 everywhere, Adam as PyTorch has it with a constant 1e-4, at most 350 tokens, greedy.
 The setting's batches have 32 sentences; here they have 1,024 tokens, padding counted: 32 of 32 words. Words are what
 stands between spaces, with their punctuation, so there are more of them than where they are cut from it; those that are
 there once are unknown, as are those beyond the vocabularies. The set has one split: its first nine tenths are for
@@ -50,7 +50,7 @@ def get_config() -> Config:
             peak_learning_rate=1e-4,
             warmup_steps=1,
             adam_beta2=0.999,
-            smoothing_mass="all",
+            label_smoothing_over="all",
         ),
         decoding=DecodingConfig(beam_size=1),
     )

@@ -76,5 +76,5 @@ def get_config(name: str = "paper") -> Config:
         ),
         tokenizer=TokenizerConfig(kind="word", joint=False, min_frequency=2),
         training=training,
-        decoding=DecodingConfig(beam_size=21, alpha=0.3, max_extra=300),
+        decoding=DecodingConfig(beam_size=21, alpha=0.3, max_length_offset=300),
     )

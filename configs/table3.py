@@ -12,9 +12,9 @@ score     not yet run; at an eighth of the width on 2 CPU cores: docs/results.md
 """
 
 from transformer_jax.config import Config
-from transformer_jax.table3 import PAPER as PAPER
-from transformer_jax.table3 import ROWS as ROWS
-from transformer_jax.table3 import table3_config
+from transformer_jax.experiments.table3 import PAPER as PAPER
+from transformer_jax.experiments.table3 import ROWS as ROWS
+from transformer_jax.experiments.table3 import table3_config
 
 
 def get_config(name: str = "base") -> Config:

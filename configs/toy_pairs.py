@@ -48,5 +48,5 @@ def get_config() -> Config:
             label_smoothing=0.0,
             log_every=10,
         ),
-        decoding=DecodingConfig(beam_size=1, max_extra=5),
+        decoding=DecodingConfig(beam_size=1, max_length_offset=5),
     )

@@ -7,7 +7,7 @@ Both call newstest2013 `validation` and newstest2014 `test`. Joint byte pairs, 3
 on each side on any number of devices; where memory is short, `--training.accumulate 2` computes it in two parts. The
 paper wrote a checkpoint every 10 minutes, which were 1,500 steps of 0.4 s: here it is so many steps on any hardware
 that takes less than 2.4 s for one, so that the average of the last 5 is of the same ones. The paper's BLEU is of
-tokenised text with split compounds, 0.7 to 1.5 above that of sacreBLEU's 13a.
+tokenized text with split compounds, 0.7 to 1.5 above that of sacreBLEU's 13a.
 
 command   python train.py configs/wmt14_en_de_base.py
 hardware  a GPU; the paper had 8 NVIDIA P100

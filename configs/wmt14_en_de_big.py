@@ -6,7 +6,7 @@ tfds          the dataset wmt14_translate/de-en of TensorFlow Datasets
 Both call newstest2013 `validation` and newstest2014 `test`. Joint byte pairs, 37,000 in all. A batch has 25,000 tokens
 on each side on any number of devices; where memory is short, `--training.accumulate 2` computes it in two parts. The
 paper wrote a checkpoint every 10 minutes, which were 600 steps of 1.0 s: here it is so many steps on any hardware that
-takes less than 6 s for one, so that the average of the last 20 is of the same ones. The paper's BLEU is of tokenised
+takes less than 6 s for one, so that the average of the last 20 is of the same ones. The paper's BLEU is of tokenized
 text with split compounds, 0.7 to 1.5 above that of sacreBLEU's 13a.
 
 command   python train.py configs/wmt14_en_de_big.py

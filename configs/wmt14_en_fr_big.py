@@ -7,7 +7,7 @@ Both call newstest2013 `validation` and newstest2014 `test`. Joint byte pairs, 3
 on each side on any number of devices; where memory is short, `--training.accumulate 2` computes it in two parts. The
 paper wrote a checkpoint every 10 minutes, which were 600 steps of 1.0 s: here it is so many steps on any hardware that
 takes less than 6 s for one, so that the average of the last 20 is of the same ones. The dropout is 0.1, not the 0.3 of
-English to German. The paper's BLEU is of tokenised text, and its vocabulary of word pieces.
+English to German. The paper's BLEU is of tokenized text, and its vocabulary of word pieces.
 
 command   python train.py configs/wmt14_en_fr_big.py
 hardware  a GPU; the paper had 8 NVIDIA P100

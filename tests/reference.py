@@ -92,7 +92,7 @@ def feed_forward(params, x, activation_name="relu"):
 
 
 def layer_norm(params, x, epsilon=1e-6, variant="standard"):
-    """Layer normalisation of each position, standard or with the unbiased standard deviation."""
+    """Layer normalization of each position, standard or with the unbiased standard deviation."""
     outputs = []
     for position in _array(x):
         n = len(position)
@@ -223,7 +223,7 @@ def transformer(params, config, src, tgt_in):
 # --- Section 5: training ------------------------------------------------------------------------------------------
 
 
-def smoothed_target(target, vocab_size, pad_id, smoothing=0.1, mass="others"):
+def smoothed_target(target, vocab_size, pad_id, smoothing=0.1, mass="non_target"):
     """`[v]`: the distribution the model is to predict where the right token is `target`."""
     q = np.zeros(vocab_size)
     for token in range(vocab_size):
@@ -231,16 +231,16 @@ def smoothed_target(target, vocab_size, pad_id, smoothing=0.1, mass="others"):
             q[token] = smoothing / vocab_size + (1 - smoothing if token == target else 0)
         elif token == target:
             q[token] = 1 - smoothing
-        elif mass == "others":
+        elif mass == "non_target":
             q[token] = smoothing / (vocab_size - 1)
-        elif mass == "others_without_pad":
+        elif mass == "non_target_non_pad":
             q[token] = 0 if token == pad_id else smoothing / (vocab_size - 2)
         else:
             raise ValueError(mass)
     return q
 
 
-def label_smoothed_loss(logits, targets, pad_id, smoothing=0.1, mass="others"):
+def label_smoothed_loss(logits, targets, pad_id, smoothing=0.1, mass="non_target"):
     """(sum of the cross-entropies, number of tokens) over logits `[b, t, v]`, leaving out targets that are padding."""
     logits, targets = _array(logits), np.asarray(targets)
     vocab_size, loss_sum, num_tokens = logits.shape[-1], 0.0, 0

@@ -8,12 +8,12 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_commands import tiny_run
+from test_run import tiny_run
 
 from transformer_jax import cli, doctor
+from transformer_jax.checkpoint.checkpoint import load_params, save_params
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
-from transformer_jax.run.checkpoint import load_params, save_params
-from transformer_jax.run.folder import RunFolder
 
 
 @pytest.fixture(scope="session")
@@ -115,7 +115,7 @@ def test_parameters_that_are_not_finite(tiny, tmp_path):
     params["embedding"]["table"] = params["embedding"]["table"].at[0, 0].set(jnp.nan)
     save_params(tmp_path / "checkpoints" / "1", params)
     with pytest.raises(doctor._FixError, match="not all parameters are finite"):
-        doctor._checkpoint(tiny.config, RunFolder(tmp_path))
+        doctor._checkpoint(tiny.config, RunDir(tmp_path))
 
 
 def test_a_tokenizer_that_does_not_give_text_back(tiny, tmp_path):
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_does_not_give_text_back(tiny, tmp_path):
     file = tmp_path / "tokenizer" / "joint.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
     with pytest.raises(doctor._FixError, match="put its files back"):
-        doctor._tokenizer(tiny.config, RunFolder(tmp_path))
+        doctor._tokenizer(tiny.config, RunDir(tmp_path))
 
 
 def test_a_device_that_computes_wrongly_and_a_cache_that_cannot_be_written(monkeypatch, tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from transformer_jax.config import Config, ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.presets import PRESETS, preset
+from transformer_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 LEDGER, MAP = ROOT / "docs" / "faithfulness.md", ROOT / "docs" / "paper_map.md"

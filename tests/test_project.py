@@ -20,18 +20,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A part of the package imports from parts on earlier lines, and from itself. A new file directly under
 # transformer_jax/ has to be given its line here.
 LAYERS = (
-    ("checksums", "compilation_cache", "determinism", "errors", "malloc", "types"),
-    ("config_json", "distributed", "strict_json"),
+    ("types",),
+    ("runtime",),
     ("config",),
-    ("recipes", "presets", "table3"),
+    ("presets",),
     ("model", "data"),
-    ("run",),
+    ("checkpoint",),
     ("training", "decoding"),
-    ("evaluation", "interop", "pictures", "treebank"),
-    ("parity",),
-    ("commands", "doctor", "score_commands"),
-    ("ablation",),
-    ("cli", "__main__"),
+    ("interop", "visualization"),
+    ("evaluation", "parity"),
+    ("run", "doctor"),
+    ("experiments",),
+    ("cli",),
     ("__init__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -44,7 +44,7 @@ ONE_FILE = (
 
 MAX_LINES = 400
 # Files that may be longer, with the reason.
-LONGER = {"transformer_jax/config.py": 540}  # a table of documented fields, easier to read in one place
+LONGER = {"transformer_jax/config.py": 640}  # a table of documented fields, easier to read in one place
 
 
 def part_of(file: Path) -> str:
@@ -184,7 +184,7 @@ def wheel(tmp_path_factory, optional_package) -> Path:
 
 def test_wheel_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    others = {"transformer_jax/py.typed", "transformer_jax/pictures/attention.html"}
+    others = {"transformer_jax/py.typed", "transformer_jax/visualization/attention.html"}
     expected = {str(file.relative_to(ROOT)) for file in FILES} | others
     assert expected <= set(names)
     assert all(name.startswith(("transformer_jax/", "transformer_jax-")) for name in names), names

@@ -7,9 +7,9 @@ import pytest
 
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
-from transformer_jax.data.tokenizer import train_tokenizers
-from transformer_jax.errors import UserError
-from transformer_jax.recipes import load_recipe, numbers_config
+from transformer_jax.data.tokenizer_pair import train_tokenizers
+from transformer_jax.presets import load_recipe, numbers_config
+from transformer_jax.types import UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -26,8 +26,8 @@ def test_the_default_recipe_is_that_of_its_file():
 def test_the_default_recipe_keeps_the_terms_of_its_task():
     config = numbers_config()
     assert config.data.source == "numbers"
-    assert config.data.numbers_train <= 50_000, "at most 5 % of the numbers below a million are seen"
-    assert config.data.numbers_test == 2_000
+    assert config.data.synthetic_train_size <= 50_000, "at most 5 % of the numbers below a million are seen"
+    assert config.data.synthetic_test_size == 2_000
     assert config.training.checkpoint_seconds <= 5
 
 

@@ -113,9 +113,9 @@ def test_masks():
 @pytest.mark.parametrize(
     ("mass", "q"),
     [
-        ("others", [0.1, 0.1, 0.7, 0.1]),  # 0.3 over V - 1 = 3
+        ("non_target", [0.1, 0.1, 0.7, 0.1]),  # 0.3 over V - 1 = 3
         ("all", [0.075, 0.075, 0.775, 0.075]),  # 0.3 over V = 4
-        ("others_without_pad", [0, 0.15, 0.7, 0.15]),  # 0.3 over V - 2 = 2
+        ("non_target_non_pad", [0, 0.15, 0.7, 0.15]),  # 0.3 over V - 2 = 2
     ],
 )
 def test_label_smoothing(mass, q):

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import datasets
 import pytest
-from test_commands import ENGLISH, GERMAN
+from test_run import ENGLISH, GERMAN
 from tiny import one_device
 
-from transformer_jax import commands
+from transformer_jax import run as commands
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.corpus import read_split
-from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
-from transformer_jax.presets import preset
-from transformer_jax.recipes import load_recipe
-from transformer_jax.run.checkpoint import checkpoint_steps
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.presets import load_recipe, preset
+from transformer_jax.types import UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -78,7 +77,7 @@ def test_wmt14_is_the_papers_recipe(name, library):
         "decoding.beam_size": 4,
         "decoding.alpha": 0.6,
         "decoding.length_penalty": "gnmt",
-        "decoding.max_extra": 50,
+        "decoding.max_length_offset": 50,
     }
     assert config.flat().items() >= expected.items()
     # A validation writes a checkpoint too: it must not come between two others.
@@ -137,11 +136,11 @@ def test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average(tmp_path
         training=dataclasses.replace(
             config.training, num_steps=7, checkpoint_every=1, validate_every=4, warmup_steps=4, valid_sentences=8
         ),
-        decoding=dataclasses.replace(config.decoding, max_extra=2),
+        decoding=dataclasses.replace(config.decoding, max_length_offset=2),
     )
     said: list[str] = []
     commands.train(config, tmp_path / "run", said.append)
-    run = RunFolder(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     assert said[0].startswith("wmt14/de-en (train): 60 pairs: 60 kept")
     # The best checkpoint, by the loss on newstest2013's stand-in, is kept beside the last five.
     assert set(checkpoint_steps(run)) >= {3, 4, 5, 6, 7}

@@ -15,9 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FLAGS = {
     "model": {"vocab-size": 300, "d-model": 16, "num-layers": 1, "num-heads": 2, "d-ff": 32, "attention-dropout": 0.1},
     # 100 // 47 tokens: rows that eight devices do not divide
-    "data": {"numbers-train": 500, "numbers-valid": 10, "numbers-test": 10, "batch-tokens": 600, "max-shapes": 1},
+    "data": {
+        "synthetic-train-size": 500,
+        "synthetic-valid-size": 10,
+        "synthetic-test-size": 10,
+        "batch-tokens": 600,
+        "max-shapes": 1,
+    },
     "training": {"log-every": 1, "validate-every": 1000, "valid-sentences": 0, "num-samples": 0},
-    "decoding": {"beam-size": 1, "max-extra": 2},
+    "decoding": {"beam-size": 1, "max-length-offset": 2},
 }
 
 

@@ -18,7 +18,7 @@ API = {
     "TrainingConfig": "config",  # sections 5.3 and 5.4
     "DecodingConfig": "config",  # section 6.1
     "preset": "presets",  # every choice of an implementation by name: preset("fairseq", vocab_size)
-    "UserError": "errors",  # what every failure with a cure raises
+    "UserError": "types",  # what every failure with a cure raises
     # The model: Linen modules and, under them, functions on arrays.
     "Transformer": "model.transformer",
     "attention_maps": "model.transformer",
@@ -31,25 +31,25 @@ API = {
     "make_optimizer": "training.optimizer",
     "cross_entropy": "training.loss",  # label smoothing as sums over tokens
     "train_step": "training.step",  # THE training step, a pure function
-    "TrainState": "training.state",
+    "TrainState": "training.step",
     "Batch": "types",
     # Decoding and evaluation.
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
     "beam_search": "decoding.beam_search",  # over a callback, knows no model
-    "greedy_search": "decoding.greedy_search",
+    "greedy_search": "decoding.search",
     "Sampling": "decoding.sampling",  # what tokens are drawn from, in place of a search
     "align": "decoding.alignment",  # align(translator, texts, translations): source tokens of target tokens
     "explain": "decoding.explain",  # explain(translator, texts): a search step by step
-    "score_pairs": "evaluation.pair_scores",  # score_pairs(translator, pairs): log-probabilities of given targets
-    "score_corpus": "evaluation.scores",  # BLEU and chrF with signatures
+    "score_pairs": "evaluation.scoring",  # score_pairs(translator, pairs): log-probabilities of given targets
+    "score_corpus": "evaluation.bleu",  # BLEU and chrF with signatures
     # What the commands do.
-    "train": "commands",
-    "evaluate": "score_commands",
-    "average": "score_commands",
+    "train": "run",
+    "evaluate": "evaluation.evaluate",
+    "average": "evaluation.evaluate",
     # Pictures.
-    "attention_of": "pictures.attention",  # attention_of(translator, sentence) -> Attention
-    "draw_attention": "pictures.attention",  # draw_attention(attention, Path("page.html"))
-    "plot": "pictures.plots",  # plot(["runs/one", "runs/other"], Path("plots.png"))
+    "attention_of": "visualization.attention",  # attention_of(translator, sentence) -> Attention
+    "draw_attention": "visualization.attention",  # draw_attention(attention, Path("page.html"))
+    "plot": "visualization.plots",  # plot(["runs/one", "runs/other"], Path("plots.png"))
     # To and from other software.
     "import_run": "interop.convert",
     "export_run": "interop.convert",
@@ -59,38 +59,29 @@ API = {
 __all__ = ["API", "__version__", *API]
 
 if TYPE_CHECKING:
-    from transformer_jax.commands import train
-    from transformer_jax.config import (
-        Config,
-        DataConfig,
-        DecodingConfig,
-        ModelConfig,
-        TokenizerConfig,
-        TrainingConfig,
-    )
+    from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
     from transformer_jax.decoding.alignment import align
     from transformer_jax.decoding.beam_search import beam_search
     from transformer_jax.decoding.explain import explain
-    from transformer_jax.decoding.greedy_search import greedy_search
     from transformer_jax.decoding.sampling import Sampling
+    from transformer_jax.decoding.search import greedy_search
     from transformer_jax.decoding.translator import Translator
-    from transformer_jax.errors import UserError
-    from transformer_jax.evaluation.pair_scores import score_pairs
-    from transformer_jax.evaluation.scores import score_corpus
+    from transformer_jax.evaluation.bleu import score_corpus
+    from transformer_jax.evaluation.evaluate import average, evaluate
+    from transformer_jax.evaluation.scoring import score_pairs
     from transformer_jax.interop.convert import export_run, import_run
     from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
     from transformer_jax.model.positional import sinusoids
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
     from transformer_jax.parity.command import compare
-    from transformer_jax.pictures.attention import attention_of, draw_attention
-    from transformer_jax.pictures.plots import plot
     from transformer_jax.presets import preset
-    from transformer_jax.score_commands import average, evaluate
+    from transformer_jax.run import train
     from transformer_jax.training.loss import cross_entropy
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
-    from transformer_jax.training.state import TrainState
-    from transformer_jax.training.step import train_step
-    from transformer_jax.types import Batch
+    from transformer_jax.training.step import TrainState, train_step
+    from transformer_jax.types import Batch, UserError
+    from transformer_jax.visualization.attention import attention_of, draw_attention
+    from transformer_jax.visualization.plots import plot
 
 
 def __getattr__(name: str) -> Any:

@@ -5,13 +5,14 @@ The docstring under a field is its `--help`. A default is the paper's value wher
 
 import dataclasses
 import json
+import math
 import re
+import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from transformer_jax.config_json import check_numbers, from_tree
-from transformer_jax.errors import UserError
-from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID, UserError
 
 FloatType = Literal["float32", "bfloat16", "float64"]
 
@@ -246,11 +247,11 @@ class DataConfig:
     """tsv, jsonl, huggingface, tfds: the source's column. For tsv a name in the first line, or a number from 1."""
     target_column: str = ""
     """The same for the target."""
-    numbers_train: int = 40_000
+    synthetic_train_size: int = 40_000
     """numbers, copy: how many numbers below one million, or rows of symbols, are trained on."""
-    numbers_valid: int = 500
+    synthetic_valid_size: int = 500
     """numbers, copy: how many others are for validation."""
-    numbers_test: int = 2_000
+    synthetic_test_size: int = 2_000
     """numbers, copy: how many others are held out for the test."""
 
     max_length: int = 256
@@ -283,11 +284,11 @@ class DataConfig:
         if self.source == "tfds":
             _require(bool(self.name), f"data.source is 'tfds' and data.name {self.name!r}: name the dataset")
         _require(bool(self.train), f"data.train is {self.train!r}; name the training split")
-        for name in ("numbers_train", "max_length", "batch_tokens", "max_shapes", "prefetch", "packed_length"):
+        for name in ("synthetic_train_size", "max_length", "batch_tokens", "max_shapes", "prefetch", "packed_length"):
             _require(getattr(self, name) >= 1, f"data.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("numbers_valid", "numbers_test"):
+        for name in ("synthetic_valid_size", "synthetic_test_size"):
             _require(getattr(self, name) >= 0, f"data.{name} is {getattr(self, name)}; it must not be negative")
-        wanted = self.numbers_train + self.numbers_valid + self.numbers_test
+        wanted = self.synthetic_train_size + self.synthetic_valid_size + self.synthetic_test_size
         _require(wanted <= 1_000_000, f"data.numbers_* ask for {wanted} numbers; there are 1000000 below one million")
         _require(self.max_length_ratio >= 1, f"data.max_length_ratio is {self.max_length_ratio}; at least 1 is legal")
         _require(
@@ -306,14 +307,14 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes token ids. The sizes come from model.vocab_size and model.source_vocab_size."""
 
-    kind: Literal["bpe", "word", "presegmented", "sentencepiece", "subword_nmt"] = "bpe"
-    """bpe: byte pairs, any text round-trips. word: words between spaces. presegmented: text that subword-nmt has cut
+    kind: Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt"] = "bpe"
+    """bpe: byte pairs, any text round-trips. word: words between spaces. pretokenized: text that subword-nmt has cut
     already, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt: those of an imported model;
     they are not trained here."""
     joint: bool = True
     """One vocabulary for both sides; needed where embeddings are tied three ways."""
     min_frequency: int = 1
-    """word, presegmented: rarer words become the unknown token. bpe: rarer pairs are not merged."""
+    """word, pretokenized: rarer words become the unknown token. bpe: rarer pairs are not merged."""
 
     def __post_init__(self) -> None:
         _require(self.min_frequency >= 1, f"tokenizer.min_frequency is {self.min_frequency}; at least 1 is legal")
@@ -346,7 +347,7 @@ class TrainingConfig:
     """Scale gradients whose global norm is larger than this down to it; None: never."""
     label_smoothing: float = 0.1
     """epsilon_ls: probability taken from the right token and spread over others."""
-    smoothing_mass: Literal["others", "all", "others_without_pad"] = "others"
+    label_smoothing_over: Literal["non_target", "all", "non_target_non_pad"] = "non_target"
     """Over which tokens it is spread: the V - 1 others (released code, fairseq), all V (PyTorch, optax), or the
     V - 2 that are neither right nor padding (annotated-transformer, joeynmt)."""
     accumulate: int = 1
@@ -355,19 +356,19 @@ class TrainingConfig:
     dropout_generator: Literal["hash", "threefry"] = "hash"
     """Where dropout's random bits come from. hash: a hash of the element's number, a dozen instructions each. threefry:
     JAX's own generator, several times as many."""
-    logits_megabytes: int = 256
+    loss_chunk_mb: int = 256
     """Logits that may exist at a time, in millions of bytes of float32 on a device: where a batch has more, the loss
     and its gradient, for which two or three such arrays are needed, are computed in parts, with the same result."""
     mesh_data: int = -1
     """Devices along the mesh axis 'data' (batches split); -1: all that the other axes leave."""
     mesh_fsdp: int = 1
-    """Devices along 'fsdp' (batches split, parameters and optimiser split too)."""
+    """Devices along 'fsdp' (batches split, parameters and optimizer split too)."""
     mesh_tensor: int = 1
     """Devices along 'tensor' (heads and inner width split)."""
     on_divergence: Literal["stop", "skip"] = "stop"
     """After a step whose loss or gradient is not finite, which changes nothing: stop, or skip it (10 in a row stop)."""
     init_from: str = ""
-    """A run whose weights and tokenizer this one starts from, with a fresh optimiser (fine-tuning)."""
+    """A run whose weights and tokenizer this one starts from, with a fresh optimizer (fine-tuning)."""
 
     log_every: int = 50
     """Steps between two logged ones."""
@@ -399,7 +400,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         for name in (
             *("num_steps", "warmup_steps", "accumulate", "log_every", "validate_every", "checkpoint_every"),
-            *("keep_checkpoints", "mesh_fsdp", "mesh_tensor", "logits_megabytes"),
+            *("keep_checkpoints", "mesh_fsdp", "mesh_tensor", "loss_chunk_mb"),
         ):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("valid_sentences", "num_samples", "average_last", "seed", "keep_every", "patience"):
@@ -430,11 +431,11 @@ class DecodingConfig:
     """What a hypothesis's log-probability is divided by: ((5 + length) / 6)^alpha, length^alpha, or nothing."""
     stopping: Literal["paper", "huggingface", "ctranslate2"] = "paper"
     """paper: when no live hypothesis can still win. huggingface, ctranslate2: as those do."""
-    max_extra: int = 50
+    max_length_offset: int = 50
     """Longest output: the source's tokens plus this, EOS counted on both sides."""
     forbidden_ids: tuple[int, ...] = ()
     """Ids that are never generated, besides padding and ids that the tokenizer does not have."""
-    renormalise: bool = False
+    renormalize_logits: bool = False
     """Ids that are never generated leave the softmax, so that the others' probabilities add up to 1 (Hugging Face's
     renormalize_logits), rather than being struck out after it. Stopping ctranslate2 does so but for padding."""
     checkpoint: str = "last"
@@ -451,7 +452,10 @@ class DecodingConfig:
     def __post_init__(self) -> None:
         for name in ("beam_size", "max_source", "batch_tokens"):
             _require(getattr(self, name) >= 1, f"decoding.{name} is {getattr(self, name)}; it must be at least 1")
-        _require(self.max_extra >= 0, f"decoding.max_extra is {self.max_extra}; it must not be negative")
+        _require(
+            self.max_length_offset >= 0,
+            f"decoding.max_length_offset is {self.max_length_offset}; it must not be negative",
+        )
         _require(self.alpha >= 0, f"decoding.alpha is {self.alpha}; it must not be negative")
         _require(
             re.fullmatch(r"last|best|average|\d{1,18}", self.checkpoint) is not None,
@@ -523,7 +527,7 @@ class Config:
             tree = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{origin}: not JSON: {error}") from error
-        return from_tree(cls, tree, origin)
+        return from_tree(cls, _with_current_names(tree), origin)
 
     def flat(self) -> dict[str, Any]:
         """{"model.vocab_size": ..., ...}: every field under its full name."""
@@ -534,6 +538,95 @@ class Config:
         }
 
 
+RENAMED_FIELDS = {
+    "data": {
+        "numbers_train": "synthetic_train_size",
+        "numbers_valid": "synthetic_valid_size",
+        "numbers_test": "synthetic_test_size",
+    },
+    "training": {"smoothing_mass": "label_smoothing_over", "logits_megabytes": "loss_chunk_mb"},
+    "decoding": {"max_extra": "max_length_offset", "renormalise": "renormalize_logits"},
+}
+"""Names of fields in runs of format 1, and their names now."""
+RENAMED_VALUES = {
+    ("tokenizer", "kind"): {"presegmented": "pretokenized"},
+    ("training", "label_smoothing_over"): {"others": "non_target", "others_without_pad": "non_target_non_pad"},
+}
+
+
+def _with_current_names(tree: Any) -> Any:
+    """Return the JSON tree of a configuration with the fields and values of earlier formats renamed."""
+    if not isinstance(tree, dict):
+        return tree
+    renamed = {}
+    for section, fields in tree.items():
+        if isinstance(fields, dict):
+            names = RENAMED_FIELDS.get(section, {})
+            fields = {names.get(name, name): value for name, value in fields.items()}
+            for name, value in fields.items():
+                values = RENAMED_VALUES.get((section, name), {})
+                if isinstance(value, str):
+                    fields[name] = values.get(value, value)
+        renamed[section] = fields
+    return renamed
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+
+def check_numbers(fields: Mapping[str, Any]) -> None:
+    """Raises UserError for a number that is not finite, which JSON cannot say, or that needs more than 64 bits."""
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}; it must be a finite number")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise UserError(f"{name} has {value.bit_length()} bits; it must fit into 64")
+
+
+def from_tree(cls: Any, tree: Any, origin: str, prefix: str = "") -> Any:
+    """The dataclass that a tree of JSON objects describes; a field that is not there keeps its default.
+
+    Args:
+        cls: a dataclass of scalars, Literals, tuples and such dataclasses.
+        tree: what `json.loads` gave.
+        origin: the file, for errors.
+        prefix: where in it this tree stands, such as `model.`.
+
+    Raises:
+        UserError: a field or a value that is not known.
+    """
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: {prefix or 'the whole'} is {tree!r:.200}; a JSON object is needed")
+    kinds = typing.get_type_hints(cls)
+    for name in tree:
+        if name not in kinds:
+            raise UserError(f"{origin}: unknown field {prefix}{name:.100}; known: {', '.join(kinds)}")
+    values = {}
+    for name, value in tree.items():
+        if dataclasses.is_dataclass(kinds[name]):
+            values[name] = from_tree(kinds[name], value, origin, f"{prefix}{name}.")
+        else:
+            values[name] = _checked(kinds[name], value, f"{origin}: {prefix}{name}")
+    return cls(**values)
+
+
+def _checked(kind: Any, value: Any, where: str) -> Any:
+    """`value` if it is of the annotated type (a scalar, Literal, one of them or None, or a tuple), else UserError."""
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"{where} is {value!r:.200}; it must be a list")
+        return tuple(_checked(options[0], item, where) for item in value)
+    if typing.get_origin(kind) is Literal:
+        if value not in options or isinstance(value, bool):
+            raise UserError(f"{where} is {value!r:.200}; legal: {', '.join(map(str, options))}")
+        return value
+    kinds = options or (kind,)
+    if float in kinds and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    if type(value) not in kinds:
+        names = " or ".join("None" if item is type(None) else item.__name__ for item in kinds)
+        raise UserError(f"{where} is {value!r:.200}; it must be {names}")
+    return value

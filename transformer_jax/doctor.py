@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.compilation_cache import VARIABLE
+from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError, first_line
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.transformer import count_parameters
-from transformer_jax.recipes import load_recipe
-from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.presets import load_recipe
+from transformer_jax.runtime.environment import VARIABLE
 from transformer_jax.training.sharding import make_mesh
+from transformer_jax.types import UserError, first_line
 
 PACKAGES = (
     "jax",
@@ -86,7 +86,7 @@ def examine(subject: str = "", say: Callable[[str], None] = print) -> Iterator[F
         ("cluster", _cluster),
     ]
     config = None
-    run = RunFolder(Path(subject)) if subject and Path(subject).is_dir() else None
+    run = RunDir(Path(subject)) if subject and Path(subject).is_dir() else None
     if subject:
         try:
             config = run.load_config() if run else load_recipe(subject)
@@ -226,7 +226,7 @@ def _dataset(config: Config, split: str) -> str:
     return f"{len(pairs):,} pairs from {pairs.origin}, {blank:,} of them with an empty side"
 
 
-def _tokenizer(config: Config, run: RunFolder) -> str:
+def _tokenizer(config: Config, run: RunDir) -> str:
     pair = TokenizerPair.load(run.tokenizer)
     pair.check_fits(config.model)
     facts, all_known = [], True
@@ -244,7 +244,7 @@ def _tokenizer(config: Config, run: RunFolder) -> str:
     return f"{'; '.join(facts)}: sentences come back as they were{'' if all_known else ', but for those'}"
 
 
-def _checkpoint(config: Config, run: RunFolder) -> str:
+def _checkpoint(config: Config, run: RunDir) -> str:
     path = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
     params = load_params(path, config.model)
     if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):

@@ -22,7 +22,7 @@ from transformer_jax.data.batching import (
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs
 from transformer_jax.data.packing import PackedPlan
-from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.data.tokenizer_pair import train_tokenizers
 
 MODEL = ModelConfig(vocab_size=100)
 
@@ -202,7 +202,7 @@ def test_evaluation_has_every_pair_once_in_few_shapes(row_multiple):
 
 
 @pytest.mark.parametrize(
-    ("folder", "kind", "vocab_size"), [("bpe10k-en-de", "presegmented", 12_000), ("raw", "bpe", 8_000)]
+    ("folder", "kind", "vocab_size"), [("bpe10k-en-de", "pretokenized", 12_000), ("raw", "bpe", 8_000)]
 )
 def test_real_text(folder, kind, vocab_size, data_folder):
     directory = data_folder / "multi30k" / folder
@@ -217,7 +217,7 @@ def test_real_text(folder, kind, vocab_size, data_folder):
     encoded = encode_pairs(pairs, tokenizers, config.model, config.data)
     assert encoded.report.kept == 29_000
     lines = pairs.target[:1000]
-    plain = [line.replace("@@ ", "") for line in lines] if kind == "presegmented" else lines
+    plain = [line.replace("@@ ", "") for line in lines] if kind == "pretokenized" else lines
     assert tokenizers.target.decode(tokenizers.target.encode(lines)) == plain
     sides = encoded.source_lengths, encoded.target_lengths
     for batch_tokens in (4096, 8192, 25_000):

@@ -7,11 +7,11 @@ from transformer_jax.config import DataConfig
 from transformer_jax.data.batching import BatchPlan, choose_shapes
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs
-from transformer_jax.data.tokenizer import train_tokenizers
-from transformer_jax.recipes import load_recipe
+from transformer_jax.data.tokenizer_pair import train_tokenizers
+from transformer_jax.presets import load_recipe
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "configs" / "copy_task.py")
-SMALL = DataConfig(source="copy", numbers_train=3_000, numbers_valid=100, numbers_test=50)
+SMALL = DataConfig(source="copy", synthetic_train_size=3_000, synthetic_valid_size=100, synthetic_test_size=50)
 
 
 def test_rows_are_ten_symbols_and_their_own_translation():
@@ -29,14 +29,14 @@ def test_rows_are_ten_symbols_and_their_own_translation():
 
 
 def test_the_test_rows_do_not_depend_on_the_other_sizes():
-    other = dataclasses.replace(SMALL, numbers_train=10, numbers_valid=0)
+    other = dataclasses.replace(SMALL, synthetic_train_size=10, synthetic_valid_size=0)
     assert list(read_split(other, "test").source) == list(read_split(SMALL, "test").source)
     assert read_split(other, "valid") is None
 
 
 def test_a_batch_of_the_recipe_has_eighty_rows_of_one_shape():
     config = load_recipe(RECIPE)
-    train = read_split(dataclasses.replace(config.data, numbers_train=800), "train")
+    train = read_split(dataclasses.replace(config.data, synthetic_train_size=800), "train")
     tokenizers = train_tokenizers(config, train)
     assert tokenizers.source.vocab_size == config.model.vocab_size
     encoded = encode_pairs(train, tokenizers, config.model, config.data)

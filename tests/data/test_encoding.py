@@ -9,8 +9,8 @@ from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerCon
 from transformer_jax.data import encoding
 from transformer_jax.data.corpus import Pairs
 from transformer_jax.data.encoding import encode_pairs, load_cached, load_or_encode
-from transformer_jax.data.tokenizer import train_tokenizers
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer_pair import train_tokenizers
+from transformer_jax.types import UserError
 
 CONFIG = Config(
     model=ModelConfig(vocab_size=20),

@@ -5,7 +5,7 @@ import pytest
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.corpus import read_split
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 
 @pytest.fixture(autouse=True)

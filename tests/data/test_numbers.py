@@ -5,8 +5,8 @@ import pytest
 from num2words import num2words
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.numbers import LIMIT, numbers_corpus, spell_numbers
-from transformer_jax.errors import UserError
+from transformer_jax.data.synthetic import LIMIT, numbers_corpus, spell_numbers
+from transformer_jax.types import UserError
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
@@ -26,16 +26,18 @@ def test_splits_are_disjoint_by_value_and_small_enough():
 
 
 def test_held_out_numbers_do_not_depend_on_the_amount_of_training():
-    small = numbers_corpus(DataConfig(numbers_train=10))
-    large = numbers_corpus(DataConfig(numbers_train=1000))
+    small = numbers_corpus(DataConfig(synthetic_train_size=10))
+    large = numbers_corpus(DataConfig(synthetic_train_size=1000))
     assert small["test"] == large["test"]
     assert small["valid"] == large["valid"]
     assert small["train"].source == large["train"].source[:10]
 
 
 def test_directions_and_empty_splits():
-    forth = numbers_corpus(DataConfig(numbers_train=10, numbers_valid=0))
-    back = numbers_corpus(DataConfig(numbers_train=10, numbers_valid=0, source_language="de", target_language="en"))
+    forth = numbers_corpus(DataConfig(synthetic_train_size=10, synthetic_valid_size=0))
+    back = numbers_corpus(
+        DataConfig(synthetic_train_size=10, synthetic_valid_size=0, source_language="de", target_language="en")
+    )
     assert "valid" not in forth
     assert forth["train"].source == back["train"].target
     with pytest.raises(UserError, match=r"source_language is 'fr'.*legal: en, de"):

@@ -8,8 +8,8 @@ import pytest
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.batching import BatchPlan, choose_shapes, make_batch
 from transformer_jax.data.encoding import EncodedPairs
+from transformer_jax.data.loader import batch_iterator
 from transformer_jax.data.packing import PackedPlan
-from transformer_jax.data.pipeline import batch_iterator
 from transformer_jax.types import RowParts
 
 MODEL = ModelConfig(vocab_size=100)

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.segmentation import tokenizer_from_json
-from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.subword import SentencePieceTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair, tokenizer_from_json
+from transformer_jax.types import UserError
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the park, quickly!", "the parks of the cats", "no. 42 (ﬁne)"] * 5
 OTHER = ["die Katze saß auf der Matte", "Ein Hund läuft durch den Park."] * 8

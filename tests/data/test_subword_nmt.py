@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from transformer_jax.data.segmentation import tokenizer_from_json
-from transformer_jax.data.subword_nmt import SubwordTokenizer, read_codes
-from transformer_jax.errors import UserError
+from transformer_jax.data.subword import SubwordTokenizer, read_codes
+from transformer_jax.data.tokenizer_pair import tokenizer_from_json
+from transformer_jax.types import UserError
 
 TEXT = """the lower lowest newer newest wider widest rivers flow slower where the willows grow
 a flower grows slowly below the tower and the tower throws its shadow over the lower meadow"""

@@ -9,7 +9,7 @@ import zstandard
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.corpus import read_lines, read_split
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 PACK = {
     "": lambda data: data,

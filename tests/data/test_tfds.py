@@ -9,8 +9,8 @@ import tensorflow_datasets as tfds
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.corpus import read_split
-from transformer_jax.errors import UserError
-from transformer_jax.recipes import load_recipe
+from transformer_jax.presets import load_recipe
+from transformer_jax.types import UserError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

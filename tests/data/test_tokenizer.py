@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.corpus import Pairs
-from transformer_jax.data.segmentation import tokenizer_from_json
-from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer, train_tokenizers
-from transformer_jax.errors import UserError
-from transformer_jax.types import SPECIAL_TOKENS, UNK_ID
+from transformer_jax.data.tokenizer import train_tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair, tokenizer_from_json, train_tokenizers
+from transformer_jax.types import SPECIAL_TOKENS, UNK_ID, UserError
 
 TEXTS = ["the cat sat on the mat", "die Katze saß auf der Matte", "the <pad> <pad> <s> </s> <unk> of the cats"] * 4
 SPECIAL_IDS = set(range(len(SPECIAL_TOKENS)))
@@ -95,14 +94,14 @@ def test_words():
 
 def test_rare_words_are_unknown_and_counted(caplog):
     with caplog.at_level(logging.INFO):
-        words = train_tokenizer("presegmented", ["a a a b b c d"], vocab_size=6, min_frequency=1)
+        words = train_tokenizer("pretokenized", ["a a a b b c d"], vocab_size=6, min_frequency=1)
     assert words.encode(["a b c d"]) == [[4, 5, 3, 3]]
     assert "2 of 4 different words kept" in caplog.text
     assert "71.43 % of the text" in caplog.text
     assert train_tokenizer("word", ["a a b"], 100, min_frequency=2).encode(["a b"]) == [[4, 3]]
 
 
-@pytest.mark.parametrize("kind", ["word", "presegmented"])
+@pytest.mark.parametrize("kind", ["word", "pretokenized"])
 def test_a_special_token_in_text_is_an_unknown_word(kind):
     words = train_tokenizer(kind, ["<s> a b"], vocab_size=100, min_frequency=1)
     row = words.encode(["<pad> a <s> </s> <unk>"])[0]
@@ -112,12 +111,12 @@ def test_a_special_token_in_text_is_an_unknown_word(kind):
 
 def test_presegmented_text_is_joined():
     line = "wal@@ king\u00a0dogs @@ a@@b @-@ x@@"
-    pieces = train_tokenizer("presegmented", [line], vocab_size=100, min_frequency=1)
+    pieces = train_tokenizer("pretokenized", [line], vocab_size=100, min_frequency=1)
     assert pieces.encode(["wal@@  king\u00a0dogs"]) == pieces.encode(["wal@@ king\u00a0dogs"])
     assert pieces.decode(pieces.encode([line])) == ["walking\u00a0dogs a@@b @-@ x"]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 def test_training_is_deterministic(kind):
     first, second = (train_tokenizer(kind, iter(TEXTS), 280, 1).to_json() for _ in range(2))
     assert first == second
@@ -128,7 +127,7 @@ def test_too_small_for_the_bytes():
         train_tokenizer("bpe", TEXTS, 259, 1)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 @pytest.mark.parametrize("joint", [True, False])
 def test_save_and_load(tmp_path, kind, joint):
     model = ModelConfig(vocab_size=300, source_vocab_size=None if joint else 290, tie_embeddings="none")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.decoding.beam_search import beam_search, reorder_rows
-from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.search import SearchResult
 
 PAD, EOS, START, UNK = 0, 1, 2, 3
 STOPPINGS = ("paper", "huggingface", "ctranslate2")
@@ -133,7 +133,7 @@ def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=
     return sorted(ended, reverse=True) + sorted(cut, reverse=True)
 
 
-def continuations(model, sentence, live, k, prefix=(), renormalise=False):
+def continuations(model, sentence, live, k, prefix=(), renormalize_logits=False):
     """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK.
 
     Within the prefix there is one way, and its probability is that among all tokens.
@@ -145,7 +145,7 @@ def continuations(model, sentence, live, k, prefix=(), renormalise=False):
             token = prefix[len(tokens)]
             found.append((log_prob + log_probs[token], [*tokens, token]))
             continue
-        rest = math.log(1 - math.exp(log_probs[UNK])) if renormalise else 0.0
+        rest = math.log(1 - math.exp(log_probs[UNK])) if renormalize_logits else 0.0
         found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in range(model.v) if t not in (PAD, UNK)]
     return sorted(found, reverse=True)[: 2 * k]
 
@@ -179,7 +179,7 @@ def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha, prefix=()):
     """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
     live, ended, top_ended = [(0.0, [])], [], False
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, prefix, renormalise=True)
+        found = continuations(model, sentence, live, k, prefix, renormalize_logits=True)
         spare = [candidate for candidate in found[k:] if candidate[1][-1] != EOS]
         live = []
         for place, (log_prob, tokens) in enumerate(found[:k]):

@@ -4,16 +4,15 @@ import warnings
 
 import numpy as np
 import pytest
-from test_commands import tiny_run
+from test_run import tiny_run
 from test_translator import make, sentences
 
 from transformer_jax.decoding import alignment
 from transformer_jax.decoding.alignment import align
-from transformer_jax.decoding.ensemble import Member
+from transformer_jax.decoding.decode import Member
 from transformer_jax.decoding.translator import Hypothesis, Translator
-from transformer_jax.errors import UserError
-from transformer_jax.pictures.attention import attention_of
-from transformer_jax.types import EOS_ID
+from transformer_jax.types import EOS_ID, UserError
+from transformer_jax.visualization.attention import attention_of
 
 
 def translations(translator, *lengths):

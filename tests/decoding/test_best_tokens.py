@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.best_tokens import best_tokens, top
+from transformer_jax.decoding.top_k import best_tokens, top
 
 
 @pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])
@@ -18,26 +18,28 @@ def test_top_is_top_k_with_ties(v, n):
 
 
 @pytest.mark.parametrize("v", [6, 900])
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_best_tokens_are_those_of_a_softmax(v, renormalise):
+@pytest.mark.parametrize("renormalize_logits", [False, True])
+def test_best_tokens_are_those_of_a_softmax(v, renormalize_logits):
     logits = np.random.default_rng(0).normal(0, 3, (4, v))
     forbidden, pad = (1, 4), 2
-    kept = np.delete(np.exp(logits), forbidden, axis=1) if renormalise else np.exp(logits)
+    kept = np.delete(np.exp(logits), forbidden, axis=1) if renormalize_logits else np.exp(logits)
     expected = logits - np.log(kept.sum(axis=1, keepdims=True))
     expected[:, [*forbidden, pad]] = -np.inf
     n = 3
-    log_probs, ids = best_tokens(jnp.asarray(logits, np.float32), n, pad, forbidden, renormalise=renormalise)
+    log_probs, ids = best_tokens(
+        jnp.asarray(logits, np.float32), n, pad, forbidden, renormalize_logits=renormalize_logits
+    )
     np.testing.assert_array_equal(ids, np.argsort(-expected, axis=1)[:, :n])
     np.testing.assert_allclose(log_probs, -np.sort(-expected, axis=1)[:, :n], rtol=1e-5)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_impossible_tokens_have_minus_infinity_and_no_nan(renormalise):
+@pytest.mark.parametrize("renormalize_logits", [False, True])
+def test_impossible_tokens_have_minus_infinity_and_no_nan(renormalize_logits):
     logits = jnp.array([[1.0, 2.0, 3.0], [-jnp.inf, 0.0, -jnp.inf], [-jnp.inf, -jnp.inf, -jnp.inf]])
-    log_probs, _ = best_tokens(logits, 3, 0, (2,), renormalise=renormalise)
+    log_probs, _ = best_tokens(logits, 3, 0, (2,), renormalize_logits=renormalize_logits)
     assert not np.isnan(log_probs).any()
     assert np.isfinite(log_probs).tolist() == [[True, False, False], [True, False, False], [False] * 3]
-    log_probs, _ = best_tokens(logits, 3, 0, (0, 1, 2), renormalise=renormalise)
+    log_probs, _ = best_tokens(logits, 3, 0, (0, 1, 2), renormalize_logits=renormalize_logits)
     assert np.all(log_probs == -np.inf)
 
 

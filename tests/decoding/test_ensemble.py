@@ -10,20 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_commands import tiny_run
+from test_run import tiny_run
 
-from transformer_jax import commands
+from transformer_jax import run as commands
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.decoding.cached_search import mean_of_probabilities
-from transformer_jax.decoding.ensemble import Member
+from transformer_jax.decoding.decode import Member, mean_of_probabilities
 from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import evaluate_pairs
-from transformer_jax.evaluation.pair_scores import score_pairs
+from transformer_jax.evaluation.scoring import score_pairs
+from transformer_jax.evaluation.validation import evaluate_pairs
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 LINES = ["the dog", "", "a cat sees the blue house", "two"]
 
@@ -136,24 +135,26 @@ def other(tiny, tmp_path_factory):
 def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
     def members(*checkpoints):
         runs = zip((tiny.run, other), checkpoints, strict=True)
-        first, second = (Translator.load(run, checkpoint=step, max_extra=2) for run, step in runs)
+        first, second = (Translator.load(run, checkpoint=step, max_length_offset=2) for run, step in runs)
         return Translator(first.config, first.params, first.tokenizers, second.members)
 
     expected, stdin = members("last", "last"), ("\n".join(LINES) + "\n").encode()
-    done = cli("translate", tiny.run, "--max-extra", "2", "--ensemble", other, stdin=stdin)
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--ensemble", other, stdin=stdin)
     assert (done.status, done.err) == (0, "")
     assert done.out.split("\n")[:-1] == expected.translate(LINES)
-    assert expected.translate(LINES) != Translator.load(tiny.run, max_extra=2).translate(LINES)
-    assert expected.translate(LINES) != Translator.load(other, max_extra=2).translate(LINES)
+    assert expected.translate(LINES) != Translator.load(tiny.run, max_length_offset=2).translate(LINES)
+    assert expected.translate(LINES) != Translator.load(other, max_length_offset=2).translate(LINES)
 
     pairs = read_split(tiny.config.data, "test")
     report = evaluate_pairs(expected, pairs)
-    done = cli("evaluate", tiny.run, "--max-extra", "2", "--ensemble", other, "--bootstrap", "0", "--json")
+    done = cli("evaluate", tiny.run, "--max-length-offset", "2", "--ensemble", other, "--bootstrap", "0", "--json")
     found = json.loads(done.out)
     assert found["perplexity"] == pytest.approx(report.perplexity, rel=1e-5)
     assert found["chrf"] == pytest.approx(report.scores.chrf, rel=1e-5)
     assert found["ensemble"] == [{"run": str(other), "checkpoint": "last"}]
-    done = cli("evaluate", tiny.run, "--max-extra", "2", "--ensemble", other, "--bootstrap", "0", "--checkpoint", "2")
+    done = cli(
+        "evaluate", tiny.run, "--max-length-offset", "2", "--ensemble", other, "--bootstrap", "0", "--checkpoint", "2"
+    )
     assert done.out.startswith(f"{tiny.run}, checkpoint 2 + {other}, checkpoint 2\n")
     perplexity = evaluate_pairs(members("2", "2"), pairs).perplexity
     assert f"perplexity {perplexity:.3f}" in done.out
@@ -167,7 +168,7 @@ def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
     for line, one in zip(done.out.splitlines(), scored, strict=True):
         assert json.loads(line)["log_prob"] == pytest.approx(one.log_prob, rel=1e-5)
 
-    how = ["--max-extra", "2", "--ensemble", other, "--sweep", "beam-size=1", "--split", "test"]
+    how = ["--max-length-offset", "2", "--ensemble", other, "--sweep", "beam-size=1", "--split", "test"]
     done = cli("evaluate", tiny.run, *how)
     assert f"{tiny.run} + {other}, " in done.out
     assert f"chrF {report.scores.chrf:6.2f}" in done.out

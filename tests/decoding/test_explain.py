@@ -16,10 +16,9 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding import explain as module
 from transformer_jax.decoding.beam_search import beam_search
 from transformer_jax.decoding.explain import explain
-from transformer_jax.decoding.greedy_search import greedy_search
-from transformer_jax.decoding.search_loop import Watched
+from transformer_jax.decoding.search import Watched, greedy_search
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 
 def watched_searches(model, sentences, limit, **options):
@@ -67,7 +66,7 @@ def test_steps_are_those_of_plain_loops(stopping):
     for length, step in enumerate(steps, 1):
         assert (int(step.length), bool(step.skipped[0])) == (length, False)
         assert bool(step.done[0]) == (length == len(steps))
-        found = continuations(model, sentence, live, k, renormalise=stopping == "ctranslate2")
+        found = continuations(model, sentence, live, k, renormalize_logits=stopping == "ctranslate2")
         said = listed(step.candidates)
         assert [tokens for _, tokens, _ in said] == [tokens for _, tokens in found]
         np.testing.assert_allclose([p for _, _, p in said], [p for p, _ in found], rtol=2e-5)
@@ -174,7 +173,7 @@ def check_explanation(one, text, translator, n_best):
 
 
 def test_an_explanation_is_of_the_real_search_and_can_be_read():
-    translator = make(decoding={"max_extra": 4, "beam_size": 3})
+    translator = make(decoding={"max_length_offset": 4, "beam_size": 3})
     texts = ["two three", "", "one"]
     one, empty, other = explain(translator, texts, 2)
     assert (empty.steps, empty.source_pieces, empty.hypotheses[0].text) == ((), (), "")
@@ -193,7 +192,7 @@ def test_an_explanation_is_of_the_real_search_and_can_be_read():
 
 
 def test_greedy_search_is_explained_too():
-    translator = make(decoding={"beam_size": 1, "max_extra": 1})
+    translator = make(decoding={"beam_size": 1, "max_length_offset": 1})
     (one,) = explain(translator, ["two"])
     check_explanation(one, "two", translator, 1)
     assert "greedy search" in str(one)

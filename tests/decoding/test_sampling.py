@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from search_cases import EOS, PAD, START, UNK, Model, quick_jit
 
-from transformer_jax.decoding.greedy_search import greedy_search, sample
-from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.random_tokens import draw_tokens
-from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.errors import UserError
+from transformer_jax.decoding.sampling import Sampling, draw_tokens
+from transformer_jax.decoding.search import SearchResult, greedy_search, sample
+from transformer_jax.types import UserError
 
 SAMPLINGS = [
     Sampling(),
@@ -46,16 +44,16 @@ def keys(seed: int, *shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "renormalise"), [*((one, False) for one in SAMPLINGS), (SAMPLINGS[4], True)], ids=str
+    ("sampling", "renormalize_logits"), [*((one, False) for one in SAMPLINGS), (SAMPLINGS[4], True)], ids=str
 )
-def test_frequencies_are_the_probabilities(sampling, renormalise):
+def test_frequencies_are_the_probabilities(sampling, renormalize_logits):
     """5,000 draws: what cannot be drawn never is, and the rest deviates by chance alone (chi-square, p > 1e-4)."""
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
     count, forbidden = 5_000, (PAD, 5)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12))
-    draw = jax.jit(lambda keys: draw_tokens(rows, keys, sampling, PAD, (5,), renormalise=renormalise))
+    draw = jax.jit(lambda keys: draw_tokens(rows, keys, sampling, PAD, (5,), renormalize_logits=renormalize_logits))
     log_probs, drawn = jax.device_get(draw(keys(0, count)))
-    model_log_probs = logits - np.log(np.exp(np.delete(logits, 5) if renormalise else logits).sum())
+    model_log_probs = logits - np.log(np.exp(np.delete(logits, 5) if renormalize_logits else logits).sum())
     np.testing.assert_allclose(log_probs, model_log_probs[drawn], rtol=1e-4)
     expected = exact(logits, sampling, forbidden) * count
     found = np.bincount(drawn, minlength=12)
@@ -91,8 +89,8 @@ def test_what_may_be_drawn_is_what_hugging_face_leaves(sampling):
 def test_impossible_and_forced_tokens():
     logits = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [-jnp.inf] * 3])
     forced = jnp.array([2, -1, -1])
-    for renormalise in (False, True):  # the forced one is as probable as among all tokens
-        options = {"forced": forced, "renormalise": renormalise}
+    for renormalize_logits in (False, True):  # the forced one is as probable as among all tokens
+        options = {"forced": forced, "renormalize_logits": renormalize_logits}
         log_probs, drawn = draw_tokens(logits, keys(0, 3), Sampling(), 0, (1, 2), **options)
         assert drawn[0] == 2
         assert log_probs[0] == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), rel=1e-5)

@@ -24,8 +24,7 @@ from search_cases import (
 
 from transformer_jax.decoding import stopping
 from transformer_jax.decoding.beam_search import reorder_rows
-from transformer_jax.decoding.greedy_search import greedy_search
-from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.search import SearchResult, greedy_search
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
@@ -228,17 +227,17 @@ def test_rules_with_prefixes_agree_with_plain_loops(stopping, k, n, kind, alpha)
             assert np.all(result.scores[row, len(expected) :] == -np.inf)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_a_prefix_may_have_what_is_forbidden_elsewhere(renormalise):
+@pytest.mark.parametrize("renormalize_logits", [False, True])
+def test_a_prefix_may_have_what_is_forbidden_elsewhere(renormalize_logits):
     model = Model(9)
-    result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,), renormalise=renormalise)
+    result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,), renormalize_logits=renormalize_logits)
     assert result.tokens[0, 0, :2].tolist() == [UNK, 5]
     assert UNK not in result.tokens[0, 0, 2:]
     total = 0.0
     for place, token in enumerate(result.tokens[0, 0, : result.lengths[0, 0]].tolist()):
         log_probs = model.log_probs(3, result.tokens[0, 0, :place].tolist())
         # The forced ones are probable as the model has them; what follows leaves out what is forbidden.
-        total += log_probs[token] - (np.log1p(-np.exp(log_probs[UNK])) if renormalise and place >= 2 else 0)
+        total += log_probs[token] - (np.log1p(-np.exp(log_probs[UNK])) if renormalize_logits and place >= 2 else 0)
     assert result.log_probs[0, 0] == pytest.approx(total, rel=1e-5)
 
 
@@ -346,9 +345,9 @@ class Without(Model):
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_renormalised_beams_are_those_of_a_model_without_the_forbidden_ids(stopping):
+def test_renormalized_beams_are_those_of_a_model_without_the_forbidden_ids(stopping):
     options = {"k": 3, "n_best": 3, "stopping": stopping, "alpha": 1.0, "length_penalty": "power"}
-    found = beams(Model(7), [4, 5, 6], [5, 5, 5], forbidden_ids=(PAD, UNK), renormalise=True, **options)
+    found = beams(Model(7), [4, 5, 6], [5, 5, 5], forbidden_ids=(PAD, UNK), renormalize_logits=True, **options)
     expected = beams(Without(7), [4, 5, 6], [5, 5, 5], **options)
     np.testing.assert_array_equal(found.tokens, expected.tokens)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, rtol=1e-6)

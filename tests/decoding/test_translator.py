@@ -11,20 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_commands import tiny_run
+from test_run import tiny_run
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.data.tokenizer import train_tokenizers
-from transformer_jax.decoding import cached_search
+from transformer_jax.data.tokenizer_pair import train_tokenizers
+from transformer_jax.decoding import decode as cached_search
 from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.batches import padded_length
-from transformer_jax.decoding.hypotheses import SearchResult
 from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, search
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, abstract_params
-from transformer_jax.types import EOS_ID
+from transformer_jax.types import EOS_ID, UserError
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -40,7 +39,7 @@ def make(*, decoding=None, max_length=100, **model) -> Translator:
         model=ModelConfig(**{"vocab_size": 14, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32} | model),
         data=DataConfig(max_length=max_length),
         tokenizer=TokenizerConfig(kind="word"),
-        decoding=DecodingConfig(**{"beam_size": 1, "max_extra": 2} | (decoding or {})),
+        decoding=DecodingConfig(**{"beam_size": 1, "max_length_offset": 2} | (decoding or {})),
     )
     tokens = jnp.zeros((1, 2), jnp.int32)
     params = Transformer(config.model).init(jax.random.key(0), tokens, tokens)["params"]
@@ -174,8 +173,8 @@ def test_an_interrupt_does_not_wait_for_the_batches_to_come(calls, monkeypatch):
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
-    # Another max_extra for each beam than elsewhere, so that nothing compiled with other spans is found.
-    translator = make(decoding={"beam_size": beam_size, "max_extra": 6 + beam_size, "stopping": "huggingface"})
+    # Another max_length_offset for each beam than elsewhere, so that nothing compiled with other spans is found.
+    translator = make(decoding={"beam_size": beam_size, "max_length_offset": 6 + beam_size, "stopping": "huggingface"})
     texts = sentences(3, 5, 7, 8)
     monkeypatch.setattr(cached_search, "SPANS", (2, 5))
     found = translator.translate_n_best(texts, 1)
@@ -189,10 +188,10 @@ def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
 
 def test_one_trace_for_each_shape():
     texts = sentences(3, 4, 11, 12)
-    make(decoding={"max_extra": 3}).translate(texts)
+    make(decoding={"max_length_offset": 3}).translate(texts)
     traces = search._cache_size()
     # Another translator of the same model, as at each validation, and other sentences of these lengths.
-    make(decoding={"max_extra": 3}).translate(sentences(12, 11, 5, 6))
+    make(decoding={"max_length_offset": 3}).translate(sentences(12, 11, 5, 6))
     assert search._cache_size() == traces
 
 
@@ -225,7 +224,7 @@ def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_
 
 @pytest.mark.parametrize("source_eos", [True, False])
 def test_the_limit_is_the_source_and_max_extra_with_eos_counted_on_both_sides(calls, source_eos):
-    make(source_eos=source_eos, decoding={"max_extra": 50}).translate(sentences(6, 3, 3))
+    make(source_eos=source_eos, decoding={"max_length_offset": 50}).translate(sentences(6, 3, 3))
     (call,) = calls
     assert call.limits.tolist() == [7 + 50, 4 + 50, 4 + 50, 0]
     assert call.max_length >= 57
@@ -235,7 +234,7 @@ def test_the_limit_is_the_source_and_max_extra_with_eos_counted_on_both_sides(ca
 
 def test_no_translation_is_longer_than_its_limit():
     # EOS is made impossible, so every translation runs to its limit.
-    translator = make(tie_embeddings="target", logits_bias=True, decoding={"max_extra": 3})
+    translator = make(tie_embeddings="target", logits_bias=True, decoding={"max_length_offset": 3})
     translator.params = jax.tree.map(
         lambda leaf: leaf.at[EOS_ID].set(-1e9) if leaf.shape == (14,) else leaf,  # the logits' bias
         translator.params,
@@ -264,7 +263,7 @@ def test_learned_positions_serve_up_to_their_last_row():
 
 
 def _learned(rows):
-    translator = make(decoding={"max_extra": 50})
+    translator = make(decoding={"max_length_offset": 50})
     model = dataclasses.replace(translator.config.model, positions="learned", max_length=rows)
     config = dataclasses.replace(
         translator.config, model=model, data=dataclasses.replace(translator.config.data, max_length=rows)
@@ -364,8 +363,8 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
 
 
 def test_load_takes_fields_of_the_decoding_section(tiny):
-    translator = Translator.load(str(tiny.run), max_extra=0, checkpoint="2")
-    assert translator.config.decoding == dataclasses.replace(tiny.config.decoding, max_extra=0, checkpoint="2")
+    translator = Translator.load(str(tiny.run), max_length_offset=0, checkpoint="2")
+    assert translator.config.decoding == dataclasses.replace(tiny.config.decoding, max_length_offset=0, checkpoint="2")
     first, last = (Translator.load(tiny.run, checkpoint=name).params for name in ("2", "last"))
     same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (translator.params, first)), strict=True)]
     assert all(same)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_commands import tiny_run
+from test_run import tiny_run
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding import batches
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.pair_scores import score_pairs
+from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.model.transformer import Transformer
 
 

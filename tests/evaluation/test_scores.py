@@ -10,8 +10,8 @@ import sacrebleu
 from sacrebleu.metrics import BLEU, CHRF
 
 from transformer_jax.config import Config, TokenizerConfig
-from transformer_jax.errors import UserError
-from transformer_jax.evaluation.scores import check_tokenization, resample, score_corpus, tokenization_of
+from transformer_jax.evaluation.bleu import check_tokenization, resample, score_corpus, tokenization_of
+from transformer_jax.types import UserError
 
 TRANSLATIONS = ["the cat sat on the mat .", "A dog, runs fast!", "", "ein Haus"]
 REFERENCES = ["The cat sat on the mat .", "a dog runs very fast!", "nothing", "ein Haus"]
@@ -48,17 +48,17 @@ def test_sides_of_different_length_are_refused(translations, references):
         score_corpus(translations, references)
 
 
-def test_an_unknown_tokenisation_is_refused_with_the_legal_ones():
+def test_an_unknown_tokenization_is_refused_with_the_legal_ones():
     with pytest.raises(UserError, match=r"tokenize is '13b'; legal: .*13a"):
         score_corpus(["a"], ["a"], "13b")
     for name in BLEU.TOKENIZERS:
         check_tokenization(name)
 
 
-def test_tokenised_text_is_not_tokenised_again():
+def test_tokenized_text_is_not_tokenized_again():
     assert tokenization_of(Config()) == "13a"
     assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="word"))) == "13a"
-    assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="presegmented"))) == "none"
+    assert tokenization_of(Config(tokenizer=TokenizerConfig(kind="pretokenized"))) == "none"
 
 
 @pytest.mark.parametrize("lowercase", [False, True])

@@ -7,9 +7,7 @@ from collections import Counter
 import pytest
 from sacremoses import MosesTokenizer
 
-from transformer_jax.evaluation.moses import Moses
-from transformer_jax.evaluation.scores import bleu
-from transformer_jax.evaluation.variants import bleu_variants
+from transformer_jax.evaluation.bleu import Moses, bleu, bleu_variants
 
 REFERENCES = [
     "\u201eDas ist ein High-End-Ger\u00e4t\u201c, sagte die Frau in dem roten Kleid gestern.",
@@ -70,28 +68,28 @@ def test_the_papers_bleu_by_hand():
     quote, compound = "&quot;", "High ##AT##-##AT## End ##AT##-##AT## Ger\u00e4t"
     by_hand = [
         [
-            f"{quote} Das ist ein {compound} {quote} , sagte die Frau in dem {colour} Kleid gestern .",
+            f"{quote} Das ist ein {compound} {quote} , sagte die Frau in dem {color} Kleid gestern .",
             f"{first} Hund l\u00e4uft heute schnell \u00fcber die gr\u00fcne Wiese{comma} und niemand sieht ihn .",
         ]
-        for colour, first, comma in (("blauen", "der", ""), ("roten", "Der", " ,"))
+        for color, first, comma in (("blauen", "der", ""), ("roten", "Der", " ,"))
     ]
     assert variant.bleu == pytest.approx(multi_bleu(*by_hand))
     assert "tok:none" in variant.signature
 
 
-def test_variants_of_a_tokenised_corpus(recwarn):
+def test_variants_of_a_tokenized_corpus(recwarn):
     moses = Moses("de")
     sides = [moses.tokenize(lines) for lines in (TRANSLATIONS, REFERENCES)]
     found = by_name(bleu_variants(*sides, language="de", is_tokenized=True))
     assert not [warning for warning in recwarn if "loses" in str(warning.message)]
     assert found["tokens of the corpus"].bleu == pytest.approx(multi_bleu(*sides))
-    detokenised = [moses.detokenize(lines) for lines in sides]
-    assert detokenised == [TRANSLATIONS, REFERENCES]
+    detokenized = [moses.detokenize(lines) for lines in sides]
+    assert detokenized == [TRANSLATIONS, REFERENCES]
     as_text = by_name(bleu_variants(TRANSLATIONS, REFERENCES, language="de", is_tokenized=False))
     assert found["paper: tokens of the corpus, compounds split, plain quotes"].bleu == pytest.approx(
         as_text["paper: Moses tokens, compounds split, plain quotes"].bleu
     ), "an escaped quote is a quote"
-    assert found["detokenised, sacreBLEU 13a"].bleu == bleu(TRANSLATIONS, REFERENCES, "13a")[0]
+    assert found["detokenized, sacreBLEU 13a"].bleu == bleu(TRANSLATIONS, REFERENCES, "13a")[0]
     with pytest.warns(UserWarning, match="1 of 2 references are not what they were"):
         bleu_variants(sides[0], [sides[1][0], 'zwei "W\u00f6rter" .'], language="de", is_tokenized=True)
 

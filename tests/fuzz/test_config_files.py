@@ -11,12 +11,14 @@ from garbage import bounded, json_values, mutated_bytes, mutated_json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_jax import cli, commands, score_commands
+from transformer_jax import cli
+from transformer_jax import run as commands
 from transformer_jax.config import Config
-from transformer_jax.errors import UserError
+from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.evaluation.report import say_result
-from transformer_jax.recipes import load_config, numbers_config
-from transformer_jax.strict_json import to_json
+from transformer_jax.presets import load_config, numbers_config
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
 
 TREE = json.loads(numbers_config().to_json())
 

@@ -14,12 +14,12 @@ from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerCon
 from transformer_jax.data.batching import BatchPlan, choose_shapes, eval_batches, make_batch
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs, load_or_encode
+from transformer_jax.data.files import read_lines
 from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.data.text_files import read_lines
-from transformer_jax.data.tokenizer import train_tokenizers
-from transformer_jax.errors import UserError
-from transformer_jax.evaluation.lengths import check_lengths
+from transformer_jax.data.tokenizer_pair import train_tokenizers
+from transformer_jax.evaluation.scoring import check_lengths
+from transformer_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 CONFIG = Config(model=MODEL, data=DataConfig(max_length=40, batch_tokens=200))
@@ -145,7 +145,7 @@ def test_every_pair_is_in_a_batch_or_counted(tokenizers, found):
     assert sorted(numbers.tolist()) == list(range(len(kept)))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 def test_a_hundred_thousand_identical_lines_and_one_of_a_megabyte(kind):
     """Training leaves the long one out and counts it; an evaluation, which leaves nothing out, names it."""
     config = Config(model=MODEL, data=CONFIG.data, tokenizer=TokenizerConfig(kind=kind))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax import commands
+from transformer_jax import run as commands
+from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint, save_params
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.checkpoint import load_params, resolve_checkpoint, save_params
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 
@@ -60,7 +60,7 @@ def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"valid_loss": "low"}', '{"valid_loss": null}', "\x80"])
 def test_the_figures_of_a_checkpoint(tmp_path, text):
-    run = RunFolder(tmp_path)
+    run = RunDir(tmp_path)
     (run.checkpoints / "3" / "metrics").mkdir(parents=True)
     (run.checkpoints / "3" / "metrics" / "metrics").write_bytes(text.encode("latin-1"))
     said = "has no best checkpoint" if "null}" in text else "not the figures of a checkpoint"
@@ -71,12 +71,12 @@ def test_the_figures_of_a_checkpoint(tmp_path, text):
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', "9" * 5000, "[" * 100_000, "\x80"])
 def test_an_earlier_result(tmp_path, text):
     (tmp_path / "result.json").write_bytes(text.encode("latin-1"))
-    assert commands._earlier_result(RunFolder(tmp_path)) in ({}, {"a": 1})
+    assert commands._earlier_result(RunDir(tmp_path)) in ({}, {"a": 1})
 
 
 def test_names_in_files_lead_nowhere(tmp_path):
     """A run is its folder: no field of `config.json` says where its own files are, and a step is a number."""
-    run = RunFolder(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     (tmp_path / "5" / "state").mkdir(parents=True)
     run.checkpoints.mkdir(parents=True)
     (run.checkpoints / "4").mkdir()

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.data.segmentation import tokenizer_from_json
-from transformer_jax.data.subword_nmt import SubwordTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer, train_tokenizers
-from transformer_jax.errors import UserError
-from transformer_jax.types import SPECIAL_TOKENS
+from transformer_jax.data.subword import SubwordTokenizer
+from transformer_jax.data.tokenizer import train_tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair, tokenizer_from_json, train_tokenizers
+from transformer_jax.types import SPECIAL_TOKENS, UserError
 
 CORPUS = ["the red dog", "a dog@@ ged dog", "שלום a\u2028b", *PIECES]
 SPECIAL = (0, 1, 2, 3)
@@ -28,7 +27,7 @@ def make(kind):
     return train_tokenizer(kind, CORPUS, 400, 1)
 
 
-KINDS = ["bpe", "word", "presegmented", "subword_nmt"]
+KINDS = ["bpe", "word", "pretokenized", "subword_nmt"]
 TOKENIZERS = {kind: make(kind) for kind in KINDS}
 
 
@@ -41,7 +40,7 @@ def test_byte_pairs_give_every_text_back(found):
     assert all(3 < i < tokenizer.vocab_size for row in rows for i in row), "no text has a special token in it"
 
 
-@pytest.mark.parametrize("kind", ["word", "presegmented", "subword_nmt"])
+@pytest.mark.parametrize("kind", ["word", "pretokenized", "subword_nmt"])
 @bounded(150)
 @given(text=texts)
 def test_words_lose_spaces_and_what_is_unknown_and_nothing_else(kind, text):
@@ -118,7 +117,7 @@ def test_ids_beyond_the_table_are_refused():
             TokenizerPair(pair, pair).check_fits(ModelConfig(vocab_size=400, d_model=16, num_heads=2))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 @bounded(30)
 @given(found=st.lists(texts, min_size=1, max_size=5))
 def test_any_text_can_be_trained_on(kind, found):

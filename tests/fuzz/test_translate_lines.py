@@ -17,9 +17,9 @@ from garbage import PIECES, lines
 from transformer_jax import cli
 from transformer_jax.config import Config, DecodingConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.data.tokenizer import train_tokenizers
+from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.decoding import translator as module
-from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.model.transformer import Transformer
 
@@ -28,7 +28,7 @@ from transformer_jax.model.transformer import Transformer
 def translator():
     """Random parameters, large enough that translations differ, and byte pairs: any text goes in, any comes out."""
     model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
-    config = Config(model=model, decoding=DecodingConfig(beam_size=1, max_extra=4, max_source=30))
+    config = Config(model=model, decoding=DecodingConfig(beam_size=1, max_length_offset=4, max_source=30))
     tokens = jnp.zeros((1, 2), jnp.int32)
     params = jax.jit(Transformer(model).init)(jax.random.key(0), tokens, tokens)["params"]
     params = jax.tree.map(lambda leaf: leaf * 3, params)

@@ -7,8 +7,8 @@ import jax
 from interop_cases import odd, random_params
 
 from transformer_jax.config import Config, DecodingConfig, TokenizerConfig
-from transformer_jax.data.segmentation import WordTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.types import SPECIAL_TOKENS
 
 EXTRA, BEAMS = 5, 3
@@ -38,7 +38,7 @@ def run(name, spare=0, **decoding):
     config = Config(
         model=odd(vocab_size=pair.target.vocab_size + spare, max_length=50, **changes),
         tokenizer=TokenizerConfig(kind="word", joint=joint),
-        decoding=DecodingConfig(**(settings | {"max_extra": EXTRA} | decoding)),
+        decoding=DecodingConfig(**(settings | {"max_length_offset": EXTRA} | decoding)),
         data=dataclasses.replace(Config().data, max_length=20),
     )
     params = random_params(config.model, seed=1)

@@ -89,7 +89,7 @@ def make_folder(folder, separate=False, std=1.0, **changes):
 def with_decoding(imported, **decoding):
     """A Translator of what was imported, with other settings."""
     config = dataclasses.replace(
-        imported.config, decoding=dataclasses.replace(imported.config.decoding, max_extra=EXTRA, **decoding)
+        imported.config, decoding=dataclasses.replace(imported.config.decoding, max_length_offset=EXTRA, **decoding)
     )
     return Translator(config, imported.params, imported.tokenizers)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from interop_cases import REAL, SRC, TGT_IN, assert_same_trees, logits, odd, random_params
 
-from transformer_jax.errors import UserError
 from transformer_jax.interop.annotated_format import OPUS_BOOKS, annotated_from_params, params_from_annotated
+from transformer_jax.types import UserError
 
 CONVENTIONS = {
     "norm_position": "pre",

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from interop_cases import assert_same_trees
 
-from transformer_jax import cli, commands, score_commands
+from transformer_jax import cli
+from transformer_jax import run as commands
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
+from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.interop.convert import export_run, import_run
-from transformer_jax.run.checkpoint import checkpoint_steps, load_params
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.types import UserError
 
 TEXTS = ["twenty-one", "three hundred and four", "", "nine thousand"]
 
@@ -30,11 +32,16 @@ def run(tmp_path_factory):
     config = Config(
         model=ModelConfig(vocab_size=300, d_model=16, num_heads=2, num_layers=1, d_ff=24, norm_epsilon=1e-5),
         data=DataConfig(
-            source="numbers", numbers_train=60, numbers_valid=4, numbers_test=4, batch_tokens=512, max_shapes=1
+            source="numbers",
+            synthetic_train_size=60,
+            synthetic_valid_size=4,
+            synthetic_test_size=4,
+            batch_tokens=512,
+            max_shapes=1,
         ),
         tokenizer=TokenizerConfig(kind="bpe"),
         training=TrainingConfig(num_steps=2, schedule="constant", peak_learning_rate=0.05, warmup_steps=1),
-        decoding=DecodingConfig(beam_size=2, length_penalty="power", alpha=1.0, max_extra=8),
+        decoding=DecodingConfig(beam_size=2, length_penalty="power", alpha=1.0, max_length_offset=8),
     )
     commands.train(config, path, lambda line: None)
     return path
@@ -45,7 +52,7 @@ def command(*args):
 
 
 def params_of(run):
-    folder = RunFolder(run)
+    folder = RunDir(run)
     return load_params(folder.checkpoints / str(checkpoint_steps(folder)[-1]), folder.load_config().model)
 
 

@@ -11,7 +11,8 @@ from ctranslate2_cases import BEAMS, MODELS, run, sentences, translated
 from interop_cases import assert_same_trees, random_params
 
 from transformer_jax.config import Config, TokenizerConfig
-from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer
+from transformer_jax.data.tokenizer import train_tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.interop.ctranslate2_file import read_model_file
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2

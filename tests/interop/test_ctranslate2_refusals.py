@@ -12,12 +12,12 @@ from ctranslate2_cases import run, sentences, translated
 from interop_cases import odd, random_params
 
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
 from transformer_jax.interop.ctranslate2_file import read_model_file, write_model_file
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
 from transformer_jax.interop.ctranslate2_weights import identify_positions
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_model_without_padding(optional_package, tmp_path):
     assert (model.pad_id, model.vocab_size, model.logits_bias) == (22, 23, True)
     assert imported.tokenizers.source.encode(["w99 w0 nothing"]) == [[0, 4, 3]]
     translator = ctranslate2.Translator(str(tmp_path), device="cpu", inter_threads=1, intra_threads=1)
-    decoding = dataclasses.replace(imported.config.decoding, beam_size=1, max_extra=5)
+    decoding = dataclasses.replace(imported.config.decoding, beam_size=1, max_length_offset=5)
     ours = Translator(dataclasses.replace(imported.config, decoding=decoding), imported.params, imported.tokenizers)
     lines = sentences()
     for line, (found,) in zip(lines, ours.translate_n_best(lines, 1), strict=True):

@@ -12,9 +12,9 @@ from interop_cases import assert_same_trees
 
 from transformer_jax import cli
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
 from transformer_jax.interop.fairseq_format import fairseq_from_params, params_from_fairseq, read_fairseq
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 SOURCE_WORDS, TARGET_WORDS = [f"s{i}" for i in range(12)], [f"t{i}" for i in range(9)]
 SRC = np.array([[5, 6, 7, 8, 2], [5, 4, 2, 1, 1]], np.int32)
@@ -99,7 +99,7 @@ def test_greedy_equals_generate(torch, fsmt, write):
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(SOURCE_WORDS, size=length)) for length in (1, 3, 5, 8)]
     config = imported.config
-    decoding = dataclasses.replace(config.decoding, beam_size=1, max_extra=7)
+    decoding = dataclasses.replace(config.decoding, beam_size=1, max_length_offset=7)
     translator = Translator(dataclasses.replace(config, decoding=decoding), imported.params, imported.tokenizers)
     ours = translator.translate(texts)
     for text, translation in zip(texts, ours, strict=True):

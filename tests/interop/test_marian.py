@@ -12,9 +12,9 @@ from interop_cases import assert_same_trees
 from marian_cases import LINES, batch, compare_outputs, generated, make_folder, marian_logits, with_decoding
 
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.marian_format import read_marian, write_marian
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:FutureWarning:transformers", "ignore:.*:DeprecationWarning:transformers"
@@ -86,7 +86,7 @@ def test_configuration(folder):
     assert model.attention_bias
     assert model.logits_bias
     assert (decoding.beam_size, decoding.alpha, decoding.length_penalty) == (4, 1.0, "power")
-    assert (decoding.stopping, decoding.max_extra, decoding.max_source) == ("huggingface", 49, 64)
+    assert (decoding.stopping, decoding.max_length_offset, decoding.max_source) == ("huggingface", 49, 64)
     assert decoding.forbidden_ids == ()  # padding is forbidden anyway
     assert Config.from_json(config.to_json()) == config
 
@@ -121,13 +121,13 @@ def test_greedy_search(transformers, tmp_path, separate):
         assert (found.text, found.num_tokens) == (text, len(ids))
 
 
-@pytest.mark.parametrize(("alpha", "renormalise"), [(1.0, False), (0.6, True)])
-def test_beam_search(folder, transformers, tmp_path, alpha, renormalise):
+@pytest.mark.parametrize(("alpha", "renormalize_logits"), [(1.0, False), (0.6, True)])
+def test_beam_search(folder, transformers, tmp_path, alpha, renormalize_logits):
     model = transformers.MarianMTModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     copy(folder, tmp_path)
-    change_json(tmp_path / "generation_config.json", renormalize_logits=renormalise, length_penalty=alpha)
-    settings = {"num_beams": 4, "length_penalty": alpha, "renormalize_logits": renormalise}
+    change_json(tmp_path / "generation_config.json", renormalize_logits=renormalize_logits, length_penalty=alpha)
+    settings = {"num_beams": 4, "length_penalty": alpha, "renormalize_logits": renormalize_logits}
     differing, worst = compare_outputs(with_decoding(read_marian(tmp_path)), model, tokenizer, LINES, **settings)
     assert differing == []
     assert worst < 1e-4
@@ -201,16 +201,16 @@ def test_a_small_limit_is_kept(folder, tmp_path):
     copy(folder, tmp_path)
     for settings, expected in (({"max_length": 30}, 29), ({"max_length": 512}, 128), ({"max_new_tokens": 7}, 7)):
         change_json(tmp_path / "generation_config.json", **settings)
-        assert read_marian(tmp_path).config.decoding.max_extra == expected
+        assert read_marian(tmp_path).config.decoding.max_length_offset == expected
     (tmp_path / "generation_config.json").unlink()
     assert read_marian(tmp_path).config.decoding == DecodingConfig(
-        beam_size=1, alpha=1.0, length_penalty="power", stopping="huggingface", max_extra=128, max_source=64
+        beam_size=1, alpha=1.0, length_penalty="power", stopping="huggingface", max_length_offset=128, max_source=64
     )
 
 
 def same_but_for_the_limit(one, other):
     """Whether two configurations are equal; a limit of its own kind is written for transformers."""
-    decoding = dataclasses.replace(one.decoding, max_extra=other.decoding.max_extra)
+    decoding = dataclasses.replace(one.decoding, max_length_offset=other.decoding.max_length_offset)
     return dataclasses.replace(one, decoding=decoding) == other
 
 

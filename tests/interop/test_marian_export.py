@@ -10,11 +10,12 @@ from interop_cases import odd, random_params
 from marian_cases import EXTRA, batch, compare_outputs, marian_logits
 
 from transformer_jax.config import Config, DecodingConfig, TokenizerConfig
-from transformer_jax.data.tokenizer import TokenizerPair, train_tokenizer
+from transformer_jax.data.tokenizer import train_tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
 from transformer_jax.interop.marian_format import marian_tensors, read_marian, write_marian
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 TEXTS = ["the cat sat", "a dog runs ! the park", "die Katze saß", "walk@@ ing in the pa@@ rk"] * 3
 # As many tokens that one shape is compiled.
@@ -42,7 +43,12 @@ def run(kind="bpe", texts=TEXTS, spare=3, **model):
         model=odd(**(sizes | model)),
         tokenizer=TokenizerConfig(kind=kind),
         decoding=DecodingConfig(
-            beam_size=4, alpha=0.6, length_penalty="power", stopping="huggingface", max_extra=EXTRA, forbidden_ids=(9,)
+            beam_size=4,
+            alpha=0.6,
+            length_penalty="power",
+            stopping="huggingface",
+            max_length_offset=EXTRA,
+            forbidden_ids=(9,),
         ),
     )
     return config, random_params(config.model), TokenizerPair(tokenizer, tokenizer)
@@ -79,7 +85,7 @@ def test_logits_and_import(transformers, tmp_path, model):
     assert again.config.decoding.forbidden_ids == tuple(sorted({9, *unnamed}))
 
 
-@pytest.mark.parametrize("kind", ["bpe", "word", "presegmented"])
+@pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 def test_tokenizer(transformers, tmp_path, kind):
     # A word that is spelled like a special token is a word: it has an id of its own.
     texts = TEXTS if kind == "bpe" else [*TEXTS, "<s> <s_>"]
@@ -167,7 +173,7 @@ def test_a_sentencepiece_pair_cannot_do_without_eos(optional_package, tmp_path):
     optional_package("sentencepiece")
     from marian_cases import pieces, train_model
 
-    from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
+    from transformer_jax.data.subword import SentencePieceTokenizer
 
     model = train_model(TEXTS)
     words = ["</s>", "<unk>", *pieces(model), "<pad>"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from marian_cases import make_folder
 
-from transformer_jax.errors import UserError
 from transformer_jax.interop.marian_format import read_marian
+from transformer_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 

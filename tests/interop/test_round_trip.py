@@ -9,15 +9,15 @@ from interop_cases import random_params
 from marian_cases import LINES, OTHER, compare_outputs, make_folder
 
 from transformer_jax import cli
-from transformer_jax.data.segmentation import WordTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.checkpoint.checkpoint import load_params
+from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.interop.convert import export_run
 from transformer_jax.interop.ctranslate2_format import write_ctranslate2
 from transformer_jax.interop.marian_weights import marian_tensors
-from transformer_jax.recipes import load_recipe
-from transformer_jax.run.checkpoint import load_params
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.presets import load_recipe
 
 
 def command(*args):
@@ -40,7 +40,7 @@ def test_marian_is_imported_fine_tuned_and_exported(optional_package, tmp_path):
         *("--data.batch-tokens", 256, "--data.max-shapes", 1, "--training.num-steps", 3),
         *("--training.schedule", "constant", "--training.peak-learning-rate", 0.01, "--training.warmup-steps", 1),
     ) == 0  # fmt: skip
-    model = RunFolder(tuned).load_config().model
+    model = RunDir(tuned).load_config().model
     before = load_params(imported / "checkpoints" / "0", model)
     after = load_params(tuned / "checkpoints" / "3", model)
     changes = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)]
@@ -49,10 +49,10 @@ def test_marian_is_imported_fine_tuned_and_exported(optional_package, tmp_path):
     out = export_run(tuned, "marian", tmp_path / "out")
     theirs = transformers.MarianMTModel.from_pretrained(out).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    translator = Translator.load(tuned, max_extra=6)
+    translator = Translator.load(tuned, max_length_offset=6)
     assert compare_outputs(translator, theirs, tokenizer, LINES, num_beams=4)[0] == []
     assert command("import", "--from", "marian", out, "--output", tmp_path / "again") == 0
-    assert Translator.load(tmp_path / "again", max_extra=6).translate(LINES) == translator.translate(LINES)
+    assert Translator.load(tmp_path / "again", max_length_offset=6).translate(LINES) == translator.translate(LINES)
 
 
 @pytest.mark.parametrize("recipe", ["numbers.py", "multi30k_en_de.py:bpe10k", "multi30k_en_de.py:raw"])

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from interop_cases import assert_same_trees, odd, random_params
 
-from transformer_jax.errors import UserError
 from transformer_jax.interop.mapping import read_mapping
 from transformer_jax.interop.tables import Table, flatten, from_foreign, row, to_foreign, unflatten
 from transformer_jax.interop.torch_format import TABLE, params_from_torch, torch_from_params
+from transformer_jax.types import UserError
 
 CONFIG = odd()
 

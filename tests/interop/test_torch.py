@@ -7,8 +7,8 @@ import pytest
 from interop_cases import REAL, SRC, TGT_IN, assert_same_trees, logits, odd, random_params
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.torch_format import params_from_torch, torch_from_params
+from transformer_jax.types import UserError
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from model_cases import CONFIGS, apply, every_config, model_and_inputs, to_jax
 
-from transformer_jax.errors import UserError
-from transformer_jax.model import decoding_step
-from transformer_jax.model.decoding_step import grow, reorder
-from transformer_jax.model.quantization import Int8Matrix
+from transformer_jax.model import incremental as decoding_step
+from transformer_jax.model.incremental import Int8Matrix, grow, reorder
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 decode_step = jax.jit(decoding_step.decode_step, static_argnames="config")
 decoder_weights = jax.jit(decoding_step.decoder_weights, static_argnames=("config", "int8"))

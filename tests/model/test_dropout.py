@@ -16,9 +16,7 @@ from model_cases import (
     tiny,
 )
 
-from transformer_jax.model.transformer import (
-    Transformer,
-)
+from transformer_jax.model.transformer import Transformer
 
 
 def dropouts(config, deterministic=False):

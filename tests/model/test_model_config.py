@@ -7,8 +7,8 @@ import pytest
 from model_cases import CONFIGS
 
 from transformer_jax.config import Config, ModelConfig, StackSize
-from transformer_jax.errors import UserError
-from transformer_jax.recipes import load_config
+from transformer_jax.presets import load_config
+from transformer_jax.types import UserError
 
 # A change that is refused, and what the message names: every field that takes part, with its value.
 REFUSED = [

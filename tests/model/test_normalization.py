@@ -1,4 +1,4 @@
-"""Layer normalisation (paper section 3.1) against the reference."""
+"""Layer normalization (paper section 3.1) against the reference."""
 
 import jax
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ import pytest
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.transformer import abstract_params, count_parameters
-from transformer_jax.recipes import load_recipe
+from transformer_jax.presets import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"

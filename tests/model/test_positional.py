@@ -6,8 +6,8 @@ import pytest
 import reference
 from model_cases import apply
 
-from transformer_jax.errors import UserError
 from transformer_jax.model.positional import LearnedPositions, sinusoids
+from transformer_jax.types import UserError
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])

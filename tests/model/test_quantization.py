@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.model.quantization import Int8Matrix, quantize, times
+from transformer_jax.model.incremental import Int8Matrix, quantize, times
 
 
 def rounded(rows):

@@ -15,9 +15,7 @@ from model_cases import (
     tiny,
 )
 
-from transformer_jax.model.transformer import (
-    Transformer,
-)
+from transformer_jax.model.transformer import Transformer
 
 # Every position of every row has a token of its own, so the gradient with respect to the embedding table is the
 # gradient with respect to what stands at that position. The tables are not tied, so they occur nowhere else.

@@ -23,13 +23,8 @@ from model_cases import (
 )
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import (
-    Transformer,
-    abstract_params,
-    attention_maps,
-    count_parameters,
-)
+from transformer_jax.model.transformer import Transformer, abstract_params, attention_maps, count_parameters
+from transformer_jax.types import UserError
 
 # ------------------------------------------------------------------------------------------------------ the reference
 

@@ -11,10 +11,10 @@ import pytest
 from interop_cases import odd
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.errors import UserError
 from transformer_jax.parity import compare as report
 from transformer_jax.parity.command import compare
 from transformer_jax.parity.compare import compare_models, random_batches, random_params, render
+from transformer_jax.types import UserError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:FutureWarning:transformers", "ignore:.*:DeprecationWarning:transformers"
@@ -226,7 +226,7 @@ def test_the_default_models_are_post_norm_where_the_peer_lets_them(peers):
         assert max(item.size for item in jax.tree.leaves(random_params(peer.default))) < 10_000
 
 
-@pytest.mark.parametrize("mass", ["others", "all", "others_without_pad"])
+@pytest.mark.parametrize("mass", ["non_target", "all", "non_target_non_pad"])
 def test_the_oracle_s_loss_is_written_out(mass, optional_package):
     torch = optional_package("torch")
     from transformer_jax.parity.oracles import smoothed_loss
@@ -234,14 +234,14 @@ def test_the_oracle_s_loss_is_written_out(mass, optional_package):
     generator = np.random.default_rng(0)
     logits, targets = generator.normal(size=(2, 3, 5)), np.array([[1, 2, 0], [4, 0, 0]])
     found = smoothed_loss(
-        torch.tensor(logits), torch.tensor(targets), TrainingConfig(label_smoothing=0.3, smoothing_mass=mass), 0
+        torch.tensor(logits), torch.tensor(targets), TrainingConfig(label_smoothing=0.3, label_smoothing_over=mass), 0
     )
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     total = 0.0
     for (row, column), target in np.ndenumerate(targets):
         if target == 0:
             continue
-        others = [v for v in range(5) if mass == "all" or (v != target and (mass == "others" or v != 0))]
+        others = [v for v in range(5) if mass == "all" or (v != target and (mass == "non_target" or v != 0))]
         total -= 0.7 * log_probs[row, column, target]
         total -= sum(0.3 / len(others) * log_probs[row, column, v] for v in others)
     np.testing.assert_allclose(found.item(), total / 3, rtol=1e-12)
@@ -308,7 +308,7 @@ def test_the_command_compares_a_marian_folder(peers, optional_package, tmp_path)
 
 
 def test_the_command_compares_a_run_and_reorders_its_positions_for_marian(peers, tmp_path):
-    from transformer_jax.run.checkpoint import save_params
+    from transformer_jax.checkpoint.checkpoint import save_params
 
     config = dataclasses.replace(CONFIGS["marian"], positions="interleaved")
     save_params(tmp_path / "checkpoints" / "0", random_params(config))

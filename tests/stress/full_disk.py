@@ -3,7 +3,7 @@
     python tests/stress/full_disk.py --disks 8 --seed 0        as root, on Linux: each disk is a tmpfs of some size
 
 A run on a full disk must say so in a line, without a traceback, and the same command on the enlarged disk must end with
-the parameters, the optimiser state and the logged losses of a run that had room.
+the parameters, the optimizer state and the logged losses of a run that had room.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     python tests/stress/kill_resume.py --kills 50 --seed 0
 
-A run is killed some times, in each of five phases, then goes on to its end; its parameters, optimiser state and logged
+A run is killed some times, in each of five phases, then goes on to its end; its parameters, optimizer state and logged
 losses must be bit for bit those of a run that was left alone. Prints the kills that were survived by phase, as found at
 the kill. A kill that came after the end does not count.
 """
@@ -28,9 +28,15 @@ NUM_STEPS = 12
 FLAGS = {
     "model": {"vocab-size": 300, "d-model": 16, "num-layers": 1, "num-heads": 2, "d-ff": 32, "attention-dropout": 0.1},
     # A few batches an epoch, so that kills fall into several of them and between them.
-    "data": {"numbers-train": 200, "numbers-valid": 10, "numbers-test": 10, "batch-tokens": 1000, "max-shapes": 2},
+    "data": {
+        "synthetic-train-size": 200,
+        "synthetic-valid-size": 10,
+        "synthetic-test-size": 10,
+        "batch-tokens": 1000,
+        "max-shapes": 2,
+    },
     "training": {"log-every": 1, "validate-every": 5, "valid-sentences": 4, "num-samples": 1, "checkpoint-every": 2},
-    "decoding": {"beam-size": 1, "max-extra": 2},
+    "decoding": {"beam-size": 1, "max-length-offset": 2},
 }
 ARGUMENTS = [f"--{section}.{name}={value}" for section, fields in FLAGS.items() for name, value in fields.items()]
 TIMEOUT = 300

@@ -63,8 +63,8 @@ class Killer:
 
 def install(killer):
     """Puts the killer into the functions of the package that a training goes through."""
-    from transformer_jax.evaluation.evaluate import Validation
-    from transformer_jax.run.checkpoint import Checkpoints
+    from transformer_jax.checkpoint.checkpoint import Checkpoints
+    from transformer_jax.evaluation.validation import Validation
     from transformer_jax.training import metrics
     from transformer_jax.training.compilation import CompiledStep
 

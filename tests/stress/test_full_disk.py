@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from transformer_jax import cli, score_commands
+from transformer_jax import cli
+from transformer_jax.evaluation import evaluate as score_commands
 
 
 @pytest.mark.parametrize(("number", "cure"), [(28, "make room on the disk, and run it again"), (5, "run again with")])

@@ -1,4 +1,4 @@
-"""Loss, schedule, optimiser, dropout and initial parameters against PyTorch: code that was not written here."""
+"""Loss, schedule, optimizer, dropout and initial parameters against PyTorch: code that was not written here."""
 
 import functools
 import math
@@ -66,13 +66,13 @@ def test_smoothing_over_all_is_that_of_cross_entropy_loss(torch, smoothing):
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.4])
-@pytest.mark.parametrize("mass", ["others", "others_without_pad"])
+@pytest.mark.parametrize("mass", ["non_target", "non_target_non_pad"])
 def test_smoothing_is_the_divergence_from_a_written_out_distribution(torch, mass, smoothing):
     """The cross-entropy is the Kullback-Leibler divergence and the entropy of the smoothed distribution."""
     logits, targets = (torch.tensor(array) for array in example())
     logits.requires_grad_(True)
-    q = torch.full((len(targets), V), smoothing / (V - 1 if mass == "others" else V - 2), dtype=torch.float64)
-    if mass == "others_without_pad":
+    q = torch.full((len(targets), V), smoothing / (V - 1 if mass == "non_target" else V - 2), dtype=torch.float64)
+    if mass == "non_target_non_pad":
         q[:, PAD] = 0
     q.scatter_(1, targets[:, None], 1 - smoothing)
     counted = targets != PAD
@@ -85,7 +85,7 @@ def test_smoothing_is_the_divergence_from_a_written_out_distribution(torch, mass
     np.testing.assert_allclose(gradient, logits.grad.numpy(), rtol=1e-10, atol=1e-14)
 
 
-# -------------------------------------------------------------------------------------------- schedule and optimiser
+# -------------------------------------------------------------------------------------------- schedule and optimizer
 
 
 def equation_3(d_model, warmup_steps):

@@ -5,11 +5,11 @@ import numpy as np
 import optax
 from tiny import MODEL, assert_same_bits, make_config, train
 
+from transformer_jax.checkpoint.checkpoint import load_params
 from transformer_jax.config import TrainingConfig
-from transformer_jax.run.checkpoint import load_params
+from transformer_jax.training.early_stopping import EarlyStopping
 from transformer_jax.training.loop import Evaluation
-from transformer_jax.training.optimizer import make_optimizer, params_to_use, updates_done
-from transformer_jax.training.patience import Patience
+from transformer_jax.training.optimizer import eval_params, make_optimizer, update_count
 from transformer_jax.training.sharding import make_mesh, tree_shardings
 
 
@@ -28,7 +28,7 @@ def test_the_average_is_its_definition_and_changes_no_update():
         d = min(0.5, (1 + t) / (10 + t))  # 2 / 11, ..., 0.5 from the eighth on
         expected = d * expected + (1 - d) * np.asarray(params["w"], np.float64)
         np.testing.assert_allclose(states[1].ema["w"], expected, rtol=1e-5)
-        assert [int(updates_done(state)) for state in states] == [t, t]
+        assert [int(update_count(state)) for state in states] == [t, t]
 
 
 def test_validations_and_checkpoints_have_the_average_and_the_run_learns_the_same(tmp_path):
@@ -43,7 +43,7 @@ def test_validations_and_checkpoints_have_the_average_and_the_run_learns_the_sam
     train(tmp_path / "run", make_config(ema_decay=0.5, num_steps=2), evaluate=evaluate)
     state = train(tmp_path / "run", config, evaluate=evaluate).state
     assert_same_bits(state.params, plain.params)
-    assert_same_bits(seen[-1], params_to_use(state))
+    assert_same_bits(seen[-1], eval_params(state))
     assert np.abs(seen[-1]["embedding"]["table"] - state.params["embedding"]["table"]).max() > 1e-3
     for step, params in zip((2, 4), seen, strict=True):
         assert_same_bits(load_params(tmp_path / "run" / "checkpoints" / str(step), MODEL), params)
@@ -63,21 +63,21 @@ def test_training_ends_when_validations_got_no_better_and_so_does_a_resumed_one(
     config = make_config(num_steps=9, validate_every=1, patience=2)
     values = [3.0, 2.0, 2.5, 2.0, 1.0]  # to be no worse is not to be better
     outcome = train(tmp_path / "run", config, evaluate=losses_of(values))
-    assert (outcome.step, outcome.lost_patience, outcome.interrupted_by) == (4, True, None)
+    assert (outcome.step, outcome.stopped_early, outcome.interrupted_by) == (4, True, None)
     again = train(tmp_path / "run", config, batches=lambda position: iter(()))
-    assert (again.step, again.lost_patience) == (4, True)
+    assert (again.step, again.stopped_early) == (4, True)
     assert_same_bits(again.state, outcome.state)
 
     train(tmp_path / "cut", make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
     resumed = train(tmp_path / "cut", config, evaluate=losses_of(values[3:]))
-    assert (resumed.step, resumed.lost_patience) == (4, True)
+    assert (resumed.step, resumed.stopped_early) == (4, True)
 
 
 def test_what_counts_as_better():
-    patience = Patience(2, "valid_bleu", [{"valid_bleu": None}, {"loss": 1.0}, {"valid_bleu": 0.0}])
+    patience = EarlyStopping(2, "valid_bleu", [{"valid_bleu": None}, {"loss": 1.0}, {"valid_bleu": 0.0}])
     patience.add({"valid_bleu": 5.0, "valid_loss": 9.0})
     patience.add({"valid_bleu": float("nan")})
-    assert not patience.is_lost()
+    assert not patience.should_stop()
     patience.add({"valid_bleu": 5.0})
-    assert patience.is_lost()
-    assert not Patience(0, "valid_loss", [{"valid_loss": 1.0}] * 99).is_lost()
+    assert patience.should_stop()
+    assert not EarlyStopping(0, "valid_loss", [{"valid_loss": 1.0}] * 99).should_stop()

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from transformer_jax.config import ModelConfig, TrainingConfig
-from transformer_jax.evaluation.cost import training_flops
+from transformer_jax.experiments.cost import training_flops
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.state import dropout_rng, init_rng, init_state
-from transformer_jax.training.step import train_step
+from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
 from transformer_jax.types import Batch
 
 MODEL = ModelConfig(vocab_size=500, d_model=256, d_ff=1024, num_heads=4, num_layers=1, residual_dropout=0.1)

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from tiny import MODEL, assert_same_bits, batches_from, make_batch, make_config, train
 
-from transformer_jax.errors import UserError
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.checkpoint import checkpoint_steps, load_params
-from transformer_jax.run.folder import RunFolder
 from transformer_jax.training import divergence
 from transformer_jax.training.divergence import MAX_IN_A_ROW, find_bad
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.state import dropout_rng, init_rng, init_state
-from transformer_jax.training.step import train_step
+from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
+from transformer_jax.types import UserError
 
 LAYER = "encoder/layer_0/"
 
@@ -161,7 +160,7 @@ def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch)
     config = make_config(on_divergence="skip", checkpoint_every=1)
     outcome = train(tmp_path / "run", config, batches=poisoned_from(3), sentences=sentences)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
-    assert checkpoint_steps(RunFolder(tmp_path / "run")) == [1, 2, 3, 4]
+    assert checkpoint_steps(RunDir(tmp_path / "run")) == [1, 2, 3, 4]
     after = [load_params(tmp_path / "run" / "checkpoints" / step, MODEL) for step in "23"]
     assert_same_bits(*after)
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
@@ -203,7 +202,7 @@ def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
         raise MemoryError("no room")
 
     monkeypatch.setattr(divergence, "find_bad", fails)
-    policy = divergence.Divergence(make_config(), RunFolder(tmp_path), dropout_rng(0), sentences, 1)
+    policy = divergence.Divergence(make_config(), RunDir(tmp_path), dropout_rng(0), sentences, 1)
     with pytest.raises(UserError, match=r"the loss is nan; first: unknown: .*MemoryError: no room"):
         policy.handle(1, "the loss is nan", make_batch(0), {})
     assert (tmp_path / "diverged-1.json").is_file()

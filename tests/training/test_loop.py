@@ -13,16 +13,15 @@ import numpy as np
 import pytest
 from tiny import MODEL, assert_close, assert_same_bits, batches_from, make_batch, make_config, one_device, train
 
-from transformer_jax.errors import UserError
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
-from transformer_jax.run.folder import RunFolder
 from transformer_jax.training import loop
 from transformer_jax.training.loop import Evaluation
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.sharding import make_mesh, tree_shardings
-from transformer_jax.training.state import init_rng, init_state
-from transformer_jax.training.step import train_step
+from transformer_jax.training.step import init_rng, init_state, train_step
+from transformer_jax.types import UserError
 
 
 def rows_of(folder, kind="loss"):
@@ -38,7 +37,7 @@ def lessons(folder):
 
 
 def steps_of(folder):
-    return checkpoint_steps(RunFolder(folder))
+    return checkpoint_steps(RunDir(folder))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +214,7 @@ def test_a_learning_rate_that_is_far_too_high_is_the_users_to_lower(tmp_path):
     config = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1, checkpoint_every=1)
     with pytest.raises(UserError, match="step 2 is"):
         train(tmp_path / "run", config)
-    for leaf in jax.tree.leaves(load_params(resolve_checkpoint(RunFolder(tmp_path / "run"), "last"), MODEL)):
+    for leaf in jax.tree.leaves(load_params(resolve_checkpoint(RunDir(tmp_path / "run"), "last"), MODEL)):
         assert np.all(np.isfinite(leaf))
 
 
@@ -246,10 +245,10 @@ def test_what_was_announced_compiles_before_the_first_step_and_nothing_later(tmp
             yield make_batch(position, length=6 + 2 * (position % 2))
             position += 1
 
-    announced = [make_batch(0, length=length) for length in (6, 8)]
+    warmup_batches = [make_batch(0, length=length) for length in (6, 8)]
     try:
         with compilations() as found:
-            train(tmp_path / "run", make_config(), batches=batches, announced=announced)
+            train(tmp_path / "run", make_config(), batches=batches, warmup_batches=warmup_batches)
     finally:
         jax.config.update("jax_transfer_guard_host_to_device", "allow")
     assert after_step[0] >= 2
@@ -259,8 +258,8 @@ def test_what_was_announced_compiles_before_the_first_step_and_nothing_later(tmp
 
 
 def test_another_shape_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="8 rows of 6 \\+ 6 tokens was not announced"):
-        train(tmp_path / "run", make_config(num_steps=1), announced=[make_batch(0, length=8)])
+    with pytest.warns(UserWarning, match="8 rows of 6 \\+ 6 tokens was not warmup_batches"):
+        train(tmp_path / "run", make_config(num_steps=1), warmup_batches=[make_batch(0, length=8)])
 
 
 def test_a_trace_of_some_steps_can_be_written(tmp_path):
@@ -319,8 +318,8 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch, caps
 
     # Saved at each validation; the last is kept, and the best, which is an older one.
     assert steps_of(folder) == [2, 5]
-    assert resolve_checkpoint(RunFolder(folder), "best").name == "2"
-    assert resolve_checkpoint(RunFolder(folder), "last").name == "5"
+    assert resolve_checkpoint(RunDir(folder), "best").name == "2"
+    assert resolve_checkpoint(RunDir(folder), "last").name == "5"
 
     # Steps donate their state; the last one is the caller's.
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(outcome.state))

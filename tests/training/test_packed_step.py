@@ -15,8 +15,7 @@ from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.sharding import batch_sharding, make_mesh, put_batch
-from transformer_jax.training.state import dropout_rng, init_rng, init_state
-from transformer_jax.training.step import eval_step, train_step
+from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
 
 QUIET = Transformer(dataclasses.replace(MODEL, residual_dropout=0.0))
 OPTIMIZER = make_optimizer(TrainingConfig(warmup_steps=4), MODEL.d_model)

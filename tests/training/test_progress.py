@@ -7,10 +7,10 @@ import sys
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from transformer_jax.errors import UserError
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.training import metrics
 from transformer_jax.training.metrics import MetricsWriter, Progress
+from transformer_jax.types import UserError
 
 
 class Terminal(io.StringIO):
@@ -69,7 +69,7 @@ def events(run):
 
 
 def test_tensorboard_has_the_same_figures_at_once_and_hides_what_a_resume_drops(tmp_path):
-    run = RunFolder(tmp_path)
+    run = RunDir(tmp_path)
     writer = MetricsWriter(run, 7)
     writer.write(8, {"loss": 2.5, "learning_rate": 0.125})
     found = list(events(run))  # not closed: a kill would lose nothing
@@ -100,7 +100,7 @@ def test_a_full_disk_is_said_and_waited_for_by_nobody(tmp_path, monkeypatch):
 
 
 def test_each_file_is_closed_though_another_cannot_be(tmp_path, monkeypatch):
-    writer = MetricsWriter(RunFolder(tmp_path), 0)
+    writer = MetricsWriter(RunDir(tmp_path), 0)
     close = writer._board.close
 
     def fail():

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.model.embedding import OutputWeights, logits_from
-from transformer_jax.training.loss import cross_entropy
-from transformer_jax.training.projected_loss import projected_cross_entropy
+from transformer_jax.training.loss import cross_entropy, fused_linear_cross_entropy
 
 B, T, D, V = 3, 5, 4, 7
 
@@ -21,7 +20,7 @@ def example(has_bias, dtype="float64", pad_id=0):
     return jnp.asarray(rng.normal(size=(B, T, D)), dtype), output, jnp.asarray(targets), jnp.asarray(targets != pad_id)
 
 
-@pytest.mark.parametrize("mass", ["others", "all", "others_without_pad"])
+@pytest.mark.parametrize("mass", ["non_target", "all", "non_target_non_pad"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("max_logits", "smoothing"), [(None, 0.1), (3 * V, 0.1), (2 * V, 0.1), (1, 0.0)])
 def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logits, smoothing):
@@ -30,7 +29,7 @@ def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logit
         options = {"smoothing": smoothing, "mass": mass, "pad_id": 0}
 
         def in_parts(x, output):
-            found = projected_cross_entropy(x, output, targets, weights, max_logits=max_logits, **options)
+            found = fused_linear_cross_entropy(x, output, targets, weights, max_logits=max_logits, **options)
             return 1.7 * found.loss_sum, found
 
         def at_once(x, output):
@@ -53,7 +52,7 @@ def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
     rounded = x.astype(jnp.bfloat16)
 
     def loss(x, output, max_logits):
-        return projected_cross_entropy(x, output, targets, weights, smoothing=0.1, max_logits=max_logits).loss_sum
+        return fused_linear_cross_entropy(x, output, targets, weights, smoothing=0.1, max_logits=max_logits).loss_sum
 
     value, grads = jax.value_and_grad(loss, argnums=(0, 1))(rounded, output, 2 * V)
     expected, expected_grads = jax.value_and_grad(loss, argnums=(0, 1))(x, output, None)
@@ -72,7 +71,7 @@ def test_no_more_logits_than_allowed_are_held():
 
     def temporary_bytes(max_logits):
         def loss(x, output, targets, weights):
-            return projected_cross_entropy(x, output, targets, weights, max_logits=max_logits).loss_sum
+            return fused_linear_cross_entropy(x, output, targets, weights, max_logits=max_logits).loss_sum
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, output, targets, weights).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from tiny import MODEL, assert_close, make_batch, make_config, train
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.training.sharding import make_mesh, partition_spec, put_batch, row_multiple, tree_shardings
+from transformer_jax.types import UserError
 
 SPECS = {
     "embedding/table": P("tensor", "fsdp"),
@@ -74,7 +74,7 @@ def test_every_parameter_lies_where_the_table_says(config, specs):
         assert len(partition_spec(path)) in (0, len(leaf.shape)), path
 
 
-def test_an_optimiser_state_lies_where_its_parameter_lies():
+def test_an_optimizer_state_lies_where_its_parameter_lies():
     assert partition_spec("opt_state/0/mu/embedding/table") == P("tensor", "fsdp")
     assert partition_spec("opt_state/0/count") == P()
     assert partition_spec("step") == P()

@@ -14,8 +14,7 @@ from tiny import MODEL, assert_close, assert_same_bits, make_batch
 from transformer_jax.config import TrainingConfig
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.state import dropout_rng, init_rng, init_state
-from transformer_jax.training.step import eval_step, train_step
+from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
 from transformer_jax.types import PAD_ID
 
 RNG = dropout_rng(0)
@@ -123,7 +122,7 @@ def test_keys_of_a_run_differ_by_seed_and_purpose():
     assert len(set(map(tuple, keys))) == 4
 
 
-def test_one_update_moves_step_and_optimiser_along():
+def test_one_update_moves_step_and_optimizer_along():
     state, step = compiled()
     new_state, _ = step(state, make_batch(0), RNG)
     assert (state.step, new_state.step) == (0, 1)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
-from transformer_jax.run.folder import RunFolder
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import AXES
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, Batch
@@ -51,7 +51,7 @@ def train(folder, config, *, mesh=None, batches=batches_from, evaluate=None, ini
     """`fit` in a folder."""
     folder.mkdir(exist_ok=True)
     evaluate = evaluate or (lambda params, step: Evaluation())
-    return fit(config, RunFolder(folder), mesh or one_device(), batches, evaluate, initial_params, **options)
+    return fit(config, RunDir(folder), mesh or one_device(), batches, evaluate, initial_params, **options)
 
 
 def assert_same_bits(one, other) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 
 from transformer_jax.cli import experiments, models, pictures, runs, scores, translation
 from transformer_jax.cli.parsing import take_flag
-from transformer_jax.compilation_cache import use_compilation_cache
-from transformer_jax.determinism import make_deterministic
-from transformer_jax.distributed import describe, has_joined, is_first, leave
-from transformer_jax.errors import UserError, first_line
-from transformer_jax.malloc import tune_malloc
+from transformer_jax.runtime.distributed import describe, is_main_process, is_multiprocess, leave
+from transformer_jax.runtime.environment import make_deterministic, tune_malloc, use_compilation_cache
+from transformer_jax.types import UserError, first_line
 
 USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning] [--no-compilation-cache]
                                    [--deterministic]
@@ -34,7 +32,7 @@ commands:
   params [CONFIG] [--flops]                                    count parameters and training cost
   table3 ROW... [--scale N] [--section.field VALUE ...]        train rows of the paper's Table 3, print them beside it
   parsing prepare --train FILE... --output DIR [...]           trees as sentence pairs, for configs/parsing_wsj.py
-  parsing score RUN [--split STEM]                             labelled bracketing F1 of a run's parses
+  parsing score RUN [--split STEM]                             labeled bracketing F1 of a run's parses
 
 options:
   --traceback           show where an error comes from
@@ -90,14 +88,14 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        if has_joined():
+        if is_multiprocess():
             leave(1)
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
         return 1
     except Exception as error:  # a defect here: one line for the user, all of it with --traceback
-        if has_joined():
+        if is_multiprocess():
             if show_traceback:
                 traceback.print_exc()
             print(
@@ -121,9 +119,9 @@ def train_main() -> int:
 
 
 def _who() -> str:
-    return f"{describe()}: " if has_joined() else ""
+    return f"{describe()}: " if is_multiprocess() else ""
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, UserWarning) and (not has_joined() or is_first()):
+    if issubclass(category, UserWarning) and (not is_multiprocess() or is_main_process()):
         print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -9,10 +9,10 @@ from typing import Annotated
 from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag, usage_error
 from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.distributed import Cluster, is_first
-from transformer_jax.errors import UserError
-from transformer_jax.strict_json import to_json
-from transformer_jax.table3 import ROWS, scaled, table3_config
+from transformer_jax.experiments.table3 import ROWS, scaled, table3_config
+from transformer_jax.runtime.distributed import Cluster, is_main_process
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
 
 
 def table3(args: list[str]) -> None:
@@ -54,17 +54,17 @@ def table3(args: list[str]) -> None:
     except UserError as error:
         usage_error("table3", str(error))
     join_processes(parsed.cluster)
-    from transformer_jax.ablation import render, run_table3
+    from transformer_jax.experiments.table3 import render, run_table3
 
     results = []
     for result in run_table3(rows, base, parsed.workdir, lambda line: print(line, file=sys.stderr, flush=True)):
         results.append(result)
-        if as_json and is_first():
+        if as_json and is_main_process():
             print(to_json(result), flush=True)
-    if results and not as_json and is_first():
+    if results and not as_json and is_main_process():
         print(render(results))
-    if results and parsed.picture is not None and is_first():
-        from transformer_jax.pictures.table3_plot import plot_table3
+    if results and parsed.picture is not None and is_main_process():
+        from transformer_jax.experiments.table3 import plot_table3
 
         plot_table3(results, parsed.picture)
 
@@ -102,7 +102,7 @@ def _prepare(args: list[str]) -> None:
     )
     if not parsed.train:
         usage_error("parsing prepare", "--train names no file")
-    from transformer_jax.treebank.command import prepare
+    from transformer_jax.experiments.parsing.command import prepare
 
     splits = {stem: getattr(parsed, stem) for stem in ("train", "valid", "test")}
     prepare({stem: files for stem, files in splits.items() if files}, parsed.output)
@@ -126,10 +126,10 @@ def _score(args: list[str]) -> None:
         "parsing score",
         args,
         default=Score(MISSING, decoding_of(args)),
-        description="Labelled bracketing F1 of a run's parses, as EVALB counts it. What is no tree is repaired, and "
+        description="Labeled bracketing F1 of a run's parses, as EVALB counts it. What is no tree is repaired, and "
         "counted.",
     )
-    from transformer_jax.treebank.command import say_score, score
+    from transformer_jax.experiments.parsing.command import say_score, score
 
     result = score(parsed.run, parsed.split, parsed.output, **given_fields(parsed.decoding, args))
     if parsed.json:

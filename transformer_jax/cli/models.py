@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from transformer_jax.cli.parsing import Positional, arg, parse, usage_error
-from transformer_jax.errors import UserError
-from transformer_jax.recipes import load_recipe
-from transformer_jax.strict_json import to_json
+from transformer_jax.presets import load_recipe
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
 
 
 def import_model(args: list[str]) -> None:
@@ -130,7 +130,7 @@ def params(args: list[str]) -> None:
         """One JSON object on one line."""
 
     parsed = parse(Params, "params", args, default=None, description="Counts parameters and the cost of training.")
-    from transformer_jax.evaluation.cost import params_report, render
+    from transformer_jax.experiments.cost import params_report, render
 
     report = params_report(parsed.config, parsed.vocab_size, parsed.flops)
     print(to_json(report) if parsed.json else render(report))

@@ -10,7 +10,7 @@ from tyro.conf import FlagConversionOff as FlagConversionOff
 from tyro.conf import Positional as Positional
 from tyro.conf import arg as arg
 
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 
 def parse(

@@ -39,7 +39,7 @@ def attention(args: list[str]) -> None:
         description="Shows what the model attends to: a page that needs no server, or a picture for a paper.",
     )
     from transformer_jax.decoding.translator import Translator
-    from transformer_jax.pictures.attention import View, attention_of, draw_attention
+    from transformer_jax.visualization.attention import View, attention_of, draw_attention
 
     chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
     found = attention_of(Translator.load(parsed.run, **chosen), parsed.sentence, parsed.target, run=str(parsed.run))
@@ -69,6 +69,6 @@ def plot(args: list[str]) -> None:
     )
     if not parsed.subjects:
         usage_error("plot", "name a run or a recipe")
-    from transformer_jax.pictures.plots import plot
+    from transformer_jax.visualization.plots import plot
 
     print(f"{parsed.output}: {', '.join(plot(parsed.subjects, parsed.output, parsed.panels))}")

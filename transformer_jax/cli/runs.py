@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.cli.parsing import FlagConversionOff, arg, parse, take_flag
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.distributed import Cluster, join
-from transformer_jax.recipes import load_recipe, numbers_config
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.presets import load_recipe, numbers_config
+from transformer_jax.runtime.distributed import Cluster, join
 
 
 def train(args: list[str]) -> None:
@@ -42,7 +42,7 @@ def train(args: list[str]) -> None:
         config=(FlagConversionOff,),  # `--section.field VALUE` for every field, be it True or False
     )
     join_processes(parsed.cluster)
-    from transformer_jax import commands
+    from transformer_jax import run as commands
 
     commands.train(
         Config(**{item.name: getattr(parsed, item.name) for item in dataclasses.fields(Config)}),
@@ -73,8 +73,8 @@ def join_processes(cluster: Cluster) -> bool:
 def decoding_of(args: Sequence[str]) -> DecodingConfig:
     """The decoding section of the first run named in the arguments, so that --help shows the run's own defaults."""
     for given in args:
-        if not given.startswith("-") and RunFolder(Path(given)).config_file.is_file():
-            return RunFolder(Path(given)).load_config().decoding
+        if not given.startswith("-") and RunDir(Path(given)).config_file.is_file():
+            return RunDir(Path(given)).load_config().decoding
     return DecodingConfig()
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
 from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
 from transformer_jax.config import DecodingConfig
-from transformer_jax.distributed import Cluster, is_first
-from transformer_jax.run.folder import RunFolder
-from transformer_jax.strict_json import to_json
+from transformer_jax.runtime.distributed import Cluster, is_main_process
+from transformer_jax.runtime.files import to_json
 
 if TYPE_CHECKING:
     from transformer_jax.data.pairs import Pairs
@@ -31,13 +31,13 @@ def evaluate(args: list[str]) -> None:
         split: Literal["test", "valid", "train"] | None = None
         """Which split of the run's corpus; None: test, and valid for a sweep."""
         tokenize: str | None = None
-        """sacreBLEU's tokenisation of the first figure; None: 13a, or none where the corpus is tokenised already."""
+        """sacreBLEU's tokenization of the first figure; None: 13a, or none where the corpus is tokenized already."""
         lowercase: bool = False
         """The first figure without case."""
         language: str | None = None
         """Two letters, for Moses' tokens; None: data.target_language of the run."""
         output: Path | None = None
-        """A file for the translations of one run, a line each, detokenised where the corpus is tokenised."""
+        """A file for the translations of one run, a line each, detokenized where the corpus is tokenized."""
         ensemble: tuple[Path, ...] = ()
         """More runs, to score RUN together with: the mean of their probabilities."""
         bootstrap: int = 1000
@@ -64,7 +64,7 @@ def evaluate(args: list[str]) -> None:
     if parsed.output is not None and (len(parsed.runs) > 1 or parsed.sweep):
         usage_error("evaluate", "--output is for one run without --sweep")
     join_processes(parsed.cluster)
-    from transformer_jax import score_commands
+    from transformer_jax.evaluation import evaluate as score_commands
     from transformer_jax.evaluation.report import say_difference, say_result
 
     pairs = None if parsed.source is None else _read_pairs(parsed.source, parsed.reference)
@@ -79,7 +79,7 @@ def evaluate(args: list[str]) -> None:
     results = score_commands.evaluate_runs(parsed.runs, pairs, parsed.split or "test", **options, **given)
     first = None
     for result in results:
-        if not is_first():
+        if not is_main_process():
             continue
         if parsed.json:
             print(to_json(result), flush=True)
@@ -95,7 +95,7 @@ def evaluate(args: list[str]) -> None:
 def _print_sweep(results: Iterable[dict[str, Any]], as_json: bool) -> None:
     best: dict[str, Any] = {}
     for result in results:
-        if not is_first():
+        if not is_main_process():
             continue
         if as_json:
             print(to_json(result), flush=True)
@@ -137,7 +137,7 @@ def score(args: list[str]) -> None:
         Score, "score", args, default=None, description="How likely a run finds given translations, line by line."
     )
     from transformer_jax.decoding.translator import Translator
-    from transformer_jax.evaluation.pair_scores import score_pairs
+    from transformer_jax.evaluation.scoring import score_pairs
 
     pairs = _read_pairs(parsed.source, parsed.target)
     chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
@@ -147,8 +147,8 @@ def score(args: list[str]) -> None:
 
 
 def _read_pairs(source: Path, target: Path) -> "Pairs":
+    from transformer_jax.data.files import read_lines
     from transformer_jax.data.pairs import Pairs
-    from transformer_jax.data.text_files import read_lines
 
     return Pairs(read_lines(source), read_lines(target), f"{source} and {target}")
 
@@ -176,8 +176,8 @@ def average(args: list[str]) -> None:
     )
     if sum((parsed.last is not None, parsed.minutes is not None, bool(parsed.steps))) > 1:
         usage_error("average", "--last, --minutes and --steps exclude each other")
-    from transformer_jax import score_commands
+    from transformer_jax.evaluation import evaluate as score_commands
 
     last = 5 if parsed.minutes is None and not parsed.steps and parsed.last is None else parsed.last
     steps = score_commands.average(parsed.run, last, minutes=parsed.minutes, steps=parsed.steps)
-    print(f"{RunFolder(parsed.run).average}: the average of the steps {', '.join(map(str, steps))}")
+    print(f"{RunDir(parsed.run).average}: the average of the steps {', '.join(map(str, steps))}")

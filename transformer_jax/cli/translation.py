@@ -14,8 +14,8 @@ from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_e
 from transformer_jax.cli.runs import decoding_of, given_fields, given_names, join_processes
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.distributed import Cluster, from_first, is_first
-from transformer_jax.strict_json import to_json
+from transformer_jax.runtime.distributed import Cluster, broadcast_from_main, is_main_process
+from transformer_jax.runtime.files import to_json
 
 if TYPE_CHECKING:
     from transformer_jax.decoding.alignment import Alignment
@@ -65,7 +65,7 @@ def translate(args: list[str]) -> None:
     )
     _check_usage(parsed, args)
     with_others = join_processes(parsed.cluster)
-    from transformer_jax.data.text_files import read_lines
+    from transformer_jax.data.files import read_lines
     from transformer_jax.decoding.translator import Translator
 
     if parsed.prefixes is not None and not with_others and not parsed.explain and sys.stdin.isatty():
@@ -79,8 +79,8 @@ def translate(args: list[str]) -> None:
     if parsed.explain:
         from transformer_jax.decoding.explain import explain
 
-        lines = _stdin_lines() if is_first() else []
-        told = explain(translator, lines, parsed.n_best, prefixes(len(lines))) if is_first() else []
+        lines = _stdin_lines() if is_main_process() else []
+        told = explain(translator, lines, parsed.n_best, prefixes(len(lines))) if is_main_process() else []
         sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
         return
     options: dict[str, Any] = {"sampling": parsed.sampling if parsed.sample else None}
@@ -91,11 +91,11 @@ def translate(args: list[str]) -> None:
             _write(number, line, found[0], _alignments(translator, [line], found, parsed.alignment)[0], parsed)
             sys.stdout.buffer.flush()
         return
-    lines = from_first(_stdin_lines() if is_first() else None) if with_others else _stdin_lines()
-    progress = _Progress(len(lines), enabled=is_first() and not with_others)
+    lines = broadcast_from_main(_stdin_lines() if is_main_process() else None) if with_others else _stdin_lines()
+    progress = _Progress(len(lines), enabled=is_main_process() and not with_others)
     options |= {"prefixes": prefixes(len(lines)), "seed": parsed.seed, "shared": with_others, "progress": progress}
     found = translator.translate_n_best(lines, parsed.n_best, **options)
-    if is_first():
+    if is_main_process():
         aligned = _alignments(translator, lines, found, parsed.alignment)
         for number, (line, hypotheses, alignments) in enumerate(zip(lines, found, aligned, strict=True)):
             _write(number, line, hypotheses, alignments, parsed)

@@ -1,8 +1,8 @@
 """Where sentence pairs come from: one function for every `data.source`."""
 
 from transformer_jax.config import DataConfig
+from transformer_jax.data.files import read_lines
 from transformer_jax.data.pairs import Pairs, Split
-from transformer_jax.data.text_files import read_lines
 
 __all__ = ["Pairs", "Split", "read_lines", "read_split"]
 
@@ -22,22 +22,22 @@ def read_split(config: DataConfig, split: Split) -> Pairs | None:
         return None
     # Each library is loaded only if it is the source.
     if config.source == "numbers":
-        from transformer_jax.data.numbers import numbers_corpus
+        from transformer_jax.data.synthetic import numbers_corpus
 
         return numbers_corpus(config).get(split)
     if config.source == "copy":
-        from transformer_jax.data.copying import copy_corpus
+        from transformer_jax.data.synthetic import copy_corpus
 
         return copy_corpus(config).get(split)
     if config.source == "huggingface":
-        from transformer_jax.data.huggingface import read_huggingface
+        from transformer_jax.data.hub import read_huggingface
 
         return read_huggingface(config, split)
     if config.source == "tfds":
-        from transformer_jax.data.tfds import read_tfds
+        from transformer_jax.data.hub import read_tfds
 
         return read_tfds(config, split)
-    from transformer_jax.data import text_files
+    from transformer_jax.data import files as text_files
 
     readers = {"text": text_files.read_text, "tsv": text_files.read_tsv, "jsonl": text_files.read_jsonl}
     return readers[config.source](config, getattr(config, split))

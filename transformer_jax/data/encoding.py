@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_jax.checksums import file_sha256
 from transformer_jax.config import Config, DataConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs, Split
-from transformer_jax.data.tokenizer import Tokenizer, TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.runtime.files import file_sha256
+from transformer_jax.types import UserError
 
 logger = logging.getLogger(__name__)
 

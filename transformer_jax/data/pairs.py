@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 Split = Literal["train", "valid", "test"]
 

@@ -10,9 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from transformer_jax.decoding.batches import pad, pair_batches
 from transformer_jax.decoding.translator import Hypothesis, Translator
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Transformer, attention_maps
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 _MOST_WEIGHTS = 2**24  # of a batch, 64 MB in float32 for each layer
 

@@ -7,21 +7,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from transformer_jax.decoding.best_tokens import best_tokens, top
-from transformer_jax.decoding.hypotheses import SearchResult, best_of, concatenate, divide, take, where
-from transformer_jax.decoding.scoring import LengthPenalty
-from transformer_jax.decoding.search_loop import (
+from transformer_jax.decoding.search import (
     GrowFn,
+    SearchResult,
     State,
     StepFn,
     Watch,
     Watched,
+    best_of,
+    concatenate,
+    divide,
     forced_tokens,
     score_dtype,
     show,
+    take,
     until_done,
+    where,
 )
-from transformer_jax.decoding.stopping import RULES, Progress, Setting, Stopping
+from transformer_jax.decoding.stopping import RULES, LengthPenalty, Progress, Setting, Stopping
+from transformer_jax.decoding.top_k import best_tokens, top
 
 ReorderFn = Callable[[State, Int[Array, "rows"]], State]
 
@@ -57,7 +61,7 @@ def beam_search(
     stopping: Stopping = "paper",
     n_best: int = 1,
     forbidden_ids: Sequence[int] = (),
-    renormalise: bool = False,
+    renormalize_logits: bool = False,
     prefix: Int[Array, "b p"] | None = None,
     spans: Sequence[int] = (),
     grow_fn: GrowFn = lambda state, length: state,
@@ -94,7 +98,7 @@ def beam_search(
         stopping: which rule.
         n_best: n: how many hypotheses to return, at most k.
         forbidden_ids: more tokens that are never generated.
-        renormalise: these leave the softmax, rather than being struck out after it; so with ctranslate2 in any case.
+        renormalize_logits: exclude these from the softmax instead of masking them after it; ctranslate2 always does.
         prefix: the tokens that a sentence begins with, whatever their probability; below 0 after the last of them.
         spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
         grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
@@ -127,7 +131,7 @@ def beam_search(
             n,
             pad_id,
             forbidden_ids,
-            renormalise=renormalise or rule.renormalise,
+            renormalize_logits=renormalize_logits or rule.renormalize_logits,
             forced=forced_tokens(prefix, search.step, k),
         )
         log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)

@@ -12,10 +12,9 @@ import jax
 import numpy as np
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.hypotheses import SearchResult
-from transformer_jax.decoding.search_loop import Watched
+from transformer_jax.decoding.search import SearchResult, Watched
 from transformer_jax.decoding.translator import Hypothesis, Translator, check_prefixes
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 Fate = Literal["lives", "ended", "pruned", "dropped"]
 """lives: it is continued in the next step. ended: it is among the k best that ended. pruned: others were better, or it

@@ -1,15 +1,47 @@
-"""When a beam search stops, and which hypotheses count as ended: the paper's rule and those of other software."""
+"""Length penalties, and the rules that decide when a beam search stops."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.decoding import scoring
-from transformer_jax.decoding.hypotheses import SearchResult, divide
-from transformer_jax.decoding.scoring import LengthPenalty
+from transformer_jax.decoding import stopping as scoring
+from transformer_jax.decoding.search import SearchResult, divide
+
+LengthPenalty = Literal["gnmt", "power", "none"]
+
+
+def length_penalty(kind: LengthPenalty, length: ArrayLike, alpha: float) -> Float[Array, "..."]:
+    """What log P(y | x) is divided by, so that longer hypotheses are not at a disadvantage.
+
+        gnmt    ((5 + length) / 6)^alpha    Wu et al. 2016, equation 14, without its coverage term; the paper's
+        power   length^alpha                fairseq, Hugging Face, CTranslate2: their 0.6 is another 0.6
+        none    1
+
+    Args:
+        kind: which of the three.
+        length: tokens of the hypothesis, its EOS counted and its start token not; any shape.
+        alpha: the exponent; 0 makes every kind `none`.
+
+    Returns:
+        The penalty, of the shape of `length`, in JAX's default float type.
+
+    >>> [round(float(length_penalty("gnmt", n, 0.6)), 4) for n in (1, 7)]
+    [1.0, 1.5157]
+    """
+    length = jnp.asarray(length, float)
+    match kind:
+        case "gnmt":
+            return ((5 + length) / 6) ** alpha
+        case "power":
+            return length**alpha
+        case "none":
+            return jnp.ones_like(length)
+    raise ValueError(f"length_penalty is {kind!r}; it must be 'gnmt', 'power' or 'none'")
+
 
 Stopping = Literal["paper", "huggingface", "ctranslate2"]
 
@@ -91,16 +123,18 @@ class Rule(NamedTuple):
     """An end counts only among the k best continuations of a step, not among all 2k that are looked at."""
     ends_at_limit: bool
     """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
-    renormalise: bool
+    renormalize_logits: bool
     """The forbidden ids leave the softmax, rather than being struck out after it."""
     bound: Callable[[Progress, Int[Array, ""], Setting], Float[Array, "b"]] | None
     """What the best live hypothesis is taken to be able to score; None: the rule counts and does not compare scores."""
 
 
 RULES: dict[Stopping, Rule] = {
-    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalise=False, bound=_paper_bound),
+    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalize_logits=False, bound=_paper_bound),
     "huggingface": Rule(
-        _huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalise=False, bound=_huggingface_bound
+        _huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=False, bound=_huggingface_bound
     ),
-    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalise=True, bound=None),
+    "ctranslate2": Rule(
+        _ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=True, bound=None
+    ),
 }

@@ -11,20 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig
-from transformer_jax.data.tokenizer import TokenizerPair
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.batches import longest_first, pad, source_batches
-from transformer_jax.decoding.cached_search import Prepared, prepare, search
-from transformer_jax.decoding.ensemble import Member, load_member, run_params
-from transformer_jax.decoding.hypotheses import SearchResult
+from transformer_jax.decoding.decode import Member, Prepared, load_member, prepare, run_params, search
 from transformer_jax.decoding.sampling import Sampling
-from transformer_jax.decoding.search_loop import Watch
-from transformer_jax.distributed import gather
-from transformer_jax.errors import UserError
+from transformer_jax.decoding.search import SearchResult, Watch
 from transformer_jax.model.positional import longest_sequence
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.folder import RunFolder
-from transformer_jax.types import Params
+from transformer_jax.runtime.distributed import gather
+from transformer_jax.types import Params, UserError
 
 
 class Hypothesis(NamedTuple):
@@ -78,7 +75,7 @@ class Translator:
         Raises:
             UserError: no such run, checkpoint or field, or runs that cannot work together.
         """
-        folder = RunFolder(Path(run))
+        folder = RunDir(Path(run))
         config = folder.load_config()
         unknown = set(decoding) - {item.name for item in dataclasses.fields(DecodingConfig)}
         if unknown:
@@ -164,8 +161,8 @@ class Translator:
             indices, src = batch
             lengths = np.zeros(len(src), np.int32)
             lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
-            limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_extra, room), 0)
-            max_length = int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_extra, room))
+            limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_length_offset, room), 0)
+            max_length = int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_length_offset, room))
             prefix, widest = None, max(len(starts[index]) for index in indices)
             if widest:  # in steps of 8, to share shapes; never cut, and followed by one token at least
                 prefix = pad([starts[index] for index in indices], (len(src), -(-widest // 8) * 8), -1)

@@ -1,206 +1,146 @@
-"""Loss, perplexity and translation scores of parameters on sentence pairs."""
+"""What the commands that score runs and choose among checkpoints do, as functions: `evaluate`, `average`."""
 
 import dataclasses
-import itertools
-import math
-import time
-import warnings
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
+from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
+from transformer_jax.checkpoint.run_dir import RunDir, locked, write_output
 from transformer_jax.config import Config
-from transformer_jax.data.batching import choose_shapes, eval_batches
-from transformer_jax.data.encoding import EncodedPairs, encode_pairs
+from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.data.tokenizer import TokenizerPair
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.distributed import gather
-from transformer_jax.evaluation.lengths import MAX_TOKENS, check_lengths
-from transformer_jax.evaluation.pair_scores import score_pairs
-from transformer_jax.evaluation.scores import CorpusScores, check_tokenization, score_corpus, tokenization_of
-from transformer_jax.model.transformer import Transformer
-from transformer_jax.training.loop import Evaluation, max_logits
-from transformer_jax.training.sharding import gather_params, put_batch, row_multiple, row_parts
-from transformer_jax.training.step import eval_step
-from transformer_jax.types import ALL_ROWS, Batch, Params, RowParts
+from transformer_jax.evaluation.bleu import Moses, bleu_variants, tokenization_of
+from transformer_jax.evaluation.report import compared, result_of
+from transformer_jax.evaluation.sweep import parse_grid
+from transformer_jax.evaluation.sweep import sweep as try_settings
+from transformer_jax.evaluation.validation import Report, check_complete, check_direction, evaluate_pairs
+from transformer_jax.runtime.distributed import is_main_process
+from transformer_jax.types import UserError
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """All that `evaluate` says of a run on a corpus."""
-
-    scores: CorpusScores
-    loss: float
-    """Mean negative log-likelihood of a target token, EOS counted, in nats, without label smoothing."""
-    perplexity: float
-    """exp(loss): per token of this tokenizer, not comparable with another's."""
-    sentences_per_second: float
-    tokens_per_second: float
-    """Target tokens generated, EOS counted, in a second of translating, compilation included."""
-    translations: list[str]
-    references: list[str]
+def evaluate(run: str | Path, pairs: Pairs | None = None, split: str = "test", **options: Any) -> dict[str, Any]:
+    """Scores one run: the result that `evaluate_runs` gives for it, under the same options."""
+    return next(evaluate_runs([run], pairs, split, **options))
 
 
-_eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
+def evaluate_runs(
+    runs: Sequence[str | Path],
+    pairs: Pairs | None = None,
+    split: str = "test",
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    num_samples: int = 1000,
+    ensemble: Sequence[str | Path] = (),
+    language: str | None = None,
+    output: str | Path | None = None,
+    **decoding: Any,
+) -> Iterator[dict[str, Any]]:
+    """Scores runs on given pairs, or on a split of their own corpora.
 
-
-def corpus_loss(
-    params: Params,
-    batches: Iterable[Batch],
-    model: Transformer,
-    mesh: Mesh | None = None,
-    max_logits: int | None = None,
-) -> float:
-    """Mean negative log-likelihood of a target token, in nats. Sums are added up on the host in float64.
-
-    With several processes, all call it: with a mesh they compute each batch together, of which each has its rows;
-    without one they have the same batches and share them out.
-    """
-    loss_sum, num_tokens = 0.0, 0
-    alone = mesh is None
-    for batch in itertools.islice(batches, jax.process_index(), None, jax.process_count()) if alone else batches:
-        sums = jax.device_get(
-            _eval_step(params, put_batch(batch, mesh) if mesh else batch, model=model, max_logits=max_logits)
-        )
-        loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
-    if alone:
-        loss_sum, num_tokens = (sum(values) for values in zip(*gather([loss_sum, num_tokens]), strict=True))
-    return loss_sum / max(num_tokens, 1)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), or infinity where that is too large for a float."""
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def reference_texts(pairs: Pairs, tokenizers: TokenizerPair) -> list[str]:
-    """The references as the translations are written: pieces of words joined where the corpus comes in pieces."""
-    return [tokenizers.target.plain(text) for text in pairs.target]
-
-
-def evaluate_pairs(
-    translator: Translator, pairs: Pairs, *, tokenize: str | None = None, lowercase: bool = False
-) -> Report:
-    """Translates the sources, scores against the targets, and computes the loss of the targets.
-
-    With several processes, all call it with the same pairs; each does its share, and all get the whole. The loss of an
-    ensemble is computed whole by each.
+    Keyword arguments after `output` replace fields of the runs' `decoding` sections.
 
     Args:
-        translator: the run, or an ensemble.
-        pairs: sources and references.
-        tokenize: sacreBLEU's tokenisation; None: as `tokenization_of` says.
-        lowercase: score without case.
+        runs: their folders.
+        pairs: sources and references; None: the split.
+        split: of each run's corpus.
+        tokenize: sacreBLEU's tokenization of the main figure; None: as `tokenization_of` says.
+        lowercase: the main figure without case.
+        num_samples: of the bootstrap; 0: no intervals.
+        ensemble: more runs, which each of `runs` is scored together with.
+        language: whose rules Moses' tokens follow, as a two-letter code; None: `data.target_language` of each run.
+        output: a file for the translations, a line each, detokenized where the corpus is tokenized; of several runs
+            those of the last.
+
+    Yields:
+        A result for each run; where it was scored on the same references and tokens as the first, with the significance
+        of the difference.
+
+    Raises:
+        UserError: no such run, checkpoint or split, or the output cannot be written.
     """
-    config, tokenizers = translator.config, translator.tokenizers
-    tokenize = tokenize or tokenization_of(config)
-    check_tokenization(tokenize)  # before the work
-    if len(translator.members) == 1:
-        encoded = encode_pairs(pairs, tokenizers, config.model)
-        check_lengths(encoded, pairs, config.model)
-        model, limit = Transformer(config.model), max_logits(config.training)
-        loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
-    else:
-        scored = score_pairs(translator, pairs)
-        loss = -math.fsum(one.log_prob for one in scored) / sum(one.num_tokens for one in scored)
-    start = time.monotonic()
-    hypotheses = [found[0] for found in translator.translate_n_best(list(pairs.source), 1, shared=True)]
-    seconds = time.monotonic() - start
-    translations = [hypothesis.text for hypothesis in hypotheses]
-    references = reference_texts(pairs, tokenizers)
-    return Report(
-        scores=score_corpus(translations, references, tokenize, lowercase),
-        loss=loss,
-        perplexity=perplexity(loss),
-        sentences_per_second=len(translations) / seconds,
-        tokens_per_second=sum(hypothesis.num_tokens for hypothesis in hypotheses) / seconds,
-        translations=translations,
-        references=references,
-    )
+    if output is not None and not Path(output).parent.is_dir():  # before the work
+        raise UserError(f"{output}: cannot be written: there is no folder {Path(output).parent}")
+    first: Report | None = None
+    for run in runs:
+        translator = Translator.load(run, ensemble=ensemble, **decoding)
+        config = translator.config
+        if pairs is not None:
+            check_direction(translator, pairs)
+        given = pairs or split_of(config, split, run)
+        kind = tokenize or tokenization_of(config)
+        report = evaluate_pairs(translator, given, tokenize=kind, lowercase=lowercase)
+        check_complete(report.translations, given)
+        result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
+        if ensemble:
+            others = zip(ensemble, translator.members[1:], strict=True)
+            result["ensemble"] = [{"run": str(other), "checkpoint": member.checkpoint} for other, member in others]
+        if is_main_process():
+            is_tokenized, spoken = config.tokenizer.kind == "pretokenized", language or config.data.target_language
+            sides = report.translations, report.references
+            variants = bleu_variants(*sides, language=spoken, is_tokenized=is_tokenized)
+            result["variants"] = [dataclasses.asdict(variant) for variant in variants]
+            result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
+            if output is not None:
+                lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
+                write_output(Path(output), "".join(line + "\n" for line in lines))
+        first = first or report
+        yield result
 
 
-def check_complete(translations: Sequence[str], pairs: Pairs) -> None:
-    """Warns of sentences that were translated into nothing at all."""
-    both = zip(pairs.source, translations, strict=True)
-    count = sum(bool(source.strip()) and not translation for source, translation in both)
-    if count:
-        warnings.warn(f"{count} of {len(pairs)} sentences were translated into nothing at all", stacklevel=2)
+def sweep(
+    run: str | Path, settings: Sequence[str], pairs: Pairs | None = None, split: str = "valid", **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Scores a run under each combination of decoding settings, each `FIELD=VALUE,VALUE...`; the rest as `evaluate`.
+
+    Raises:
+        UserError: no such run, split, field or value.
+    """
+    grid = parse_grid(settings)
+    is_given = pairs is not None
+    pairs = pairs or split_of(RunDir(Path(run)).load_config(), split, run)
+    runs: dict[str, Any] = {"run": str(run)}
+    if options.get("ensemble"):
+        runs["ensemble"] = [{"run": str(other)} for other in options["ensemble"]]
+    for setting, scores in try_settings(run, pairs, grid, is_given=is_given, **options):
+        yield {**runs, "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
 
 
-def check_direction(translator: Translator, pairs: Pairs, most: int = 100) -> None:
-    """Warns if the run finds the pairs likelier the other way round: then the two files were probably swapped.
+def split_of(config: Config, split: str, run: str | Path) -> Pairs:
+    """A split of a run's corpus.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if split not in ("train", "valid", "test"):
+        raise UserError(f"split is {split!r}; legal: train, valid, test")
+    pairs = read_split(config.data, split)  # type: ignore[arg-type]
+    if pairs is None:
+        raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
+    return pairs
+
+
+def average(
+    run: str | Path, last: int | None = None, *, minutes: float | None = None, steps: Sequence[int] = ()
+) -> list[int]:
+    """Averages checkpoints of a run into its `average/`, which `--checkpoint average` then means.
 
     Args:
-        translator: the run.
-        pairs: sources and references.
-        most: of them, from the first on.
+        run: its folder.
+        last: so many of the last ones.
+        minutes: those written in so many minutes before the last one, and the last one.
+        steps: those of these steps.
+
+    Returns:
+        Their steps.
+
+    Raises:
+        UserError: there are no such checkpoints.
     """
-    config, tokenizers = translator.config, translator.tokenizers
-    sides = list(pairs.source)[:most], list(pairs.target)[:most]
-    losses, unknown = [], []
-    for source, target in (sides, sides[::-1]):
-        encoded = encode_pairs(Pairs(source, target, pairs.origin), tokenizers, config.model)
-        check_lengths(encoded, pairs, config.model)
-        model, limit = Transformer(config.model), max_logits(config.training)
-        loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
-        losses.append(loss)
-        unknown.append(int((encoded.target_ids == tokenizers.target.unk_id).sum()))
-    # Of a trained run it is several times as much. A vocabulary that does not know the words makes any of them likely.
-    if losses[1] < 0.8 * losses[0] and unknown[1] <= unknown[0]:
-        warnings.warn(
-            f"{pairs.origin}: the run finds the sentences likelier the other way round; is the source the reference?",
-            stacklevel=2,
-        )
-
-
-class Validation:
-    """The training loop's `evaluate`: loss on the validation split, BLEU and samples on its first sentences."""
-
-    def __init__(self, config: Config, pairs: Pairs, encoded: EncodedPairs, tokenizers: TokenizerPair, mesh: Mesh):
-        training = config.training
-        self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
-        self._model = Transformer(config.model)
-        check_lengths(encoded, pairs, config.model)
-        self._batches = list(_batches(encoded, config, row_multiple(mesh), row_parts(mesh)))
-        # Spread over the split, which may be sorted.
-        count = min(max(training.valid_sentences, training.num_samples), len(pairs))
-        chosen = np.linspace(0, len(pairs) - 1, count).astype(int)
-        self._sources = [pairs.source[index] for index in chosen]
-        references = reference_texts(pairs, tokenizers)
-        self._references = [references[index] for index in chosen]
-
-    def __call__(self, params: Params, step: int) -> Evaluation:
-        """Figures and samples of these parameters."""
-        limit = max_logits(self._config.training, self._mesh)
-        loss = corpus_loss(params, self._batches, self._model, self._mesh, limit)
-        figures = {"valid_loss": loss, "valid_perplexity": perplexity(loss)}
-        translations: Sequence[str] = []
-        if self._sources:
-            translator = Translator(self._config, gather_params(params, self._mesh), self._tokenizers)
-            translations = translator.translate(self._sources, shared=True)
-        if self._config.training.valid_sentences:
-            scores = score_corpus(translations, self._references, tokenization_of(self._config))
-            figures |= {
-                "valid_bleu": scores.bleu,
-                "valid_chrf": scores.chrf,
-                "valid_exact_match": scores.exact_match,
-            }
-        samples = [
-            {"source": source, "reference": reference, "translation": translation}
-            for source, reference, translation in zip(self._sources, self._references, translations, strict=True)
-        ]
-        # Others each time: the same few sentences would say less.
-        first = step // self._config.training.validate_every * self._config.training.num_samples
-        shown = [samples[(first + i) % len(samples)] for i in range(self._config.training.num_samples) if samples]
-        return Evaluation(figures, shown)
-
-
-def _batches(encoded: EncodedPairs, config: Config, multiple: int = 1, parts: RowParts = ALL_ROWS) -> Iterable[Batch]:
-    """Evaluation needs no gradients: a few shapes and a budget that stays small where training's is large."""
-    budget = min(config.data.batch_tokens, MAX_TOKENS)
-    shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
-    return eval_batches(encoded, shapes, budget, config.model, multiple, parts)
+    folder = RunDir(Path(run))
+    config = folder.load_config()
+    with locked(folder):
+        chosen = steps or choose_steps(folder, last=last, minutes=minutes)
+        return average_checkpoints(folder, config.model, chosen)

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformer_jax.evaluation.evaluate import Report
-from transformer_jax.evaluation.scores import resample
+from transformer_jax.evaluation.bleu import resample
+from transformer_jax.evaluation.validation import Report
 
 Say = Callable[[str], None]
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformer_jax.config import DecodingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.errors import UserError
-from transformer_jax.evaluation.evaluate import check_complete, check_direction, reference_texts
-from transformer_jax.evaluation.scores import CorpusScores, score_corpus, tokenization_of
+from transformer_jax.evaluation.bleu import CorpusScores, score_corpus, tokenization_of
+from transformer_jax.evaluation.validation import check_complete, check_direction, reference_texts
+from transformer_jax.types import UserError
 
 
 def parse_grid(items: Sequence[str]) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
 """State dicts of annotated-transformer and of the common opus_books teaching model.
 
-Both normalise by (x - mean) / (std + epsilon) with the unbiased std, before each sub-layer and once more after each
+Both normalize by (x - mean) / (std + epsilon) with the unbiased std, before each sub-layer and once more after each
 stack: another function than `torch.nn.LayerNorm`. The number of heads is not in a state dict.
 """
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint, save_params
+from transformer_jax.checkpoint.run_dir import RunDir, load_config, write_atomically
 from transformer_jax.config import Config, ModelConfig
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError, first_line
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
 from transformer_jax.interop.fairseq_format import read_fairseq
@@ -25,9 +26,7 @@ from transformer_jax.interop.tables import flatten, from_foreign, in_dtype, unfl
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.run.checkpoint import load_params, resolve_checkpoint, save_params
-from transformer_jax.run.folder import RunFolder, load_config, write_atomically
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError, first_line
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
 ExportFormat = Literal["safetensors", "torch", "marian", "ctranslate2"]
@@ -43,7 +42,7 @@ def import_run(
     mapping: str | Path | None = None,
     num_heads: int | None = None,
     overwrite: bool = False,
-) -> RunFolder:
+) -> RunDir:
     """Makes a run of foreign files.
 
     Args:
@@ -59,7 +58,7 @@ def import_run(
     Raises:
         UserError: anything that is missing, damaged or cannot be said here; the output is then as it was.
     """
-    path, run = Path(path), RunFolder(Path(output))
+    path, run = Path(path), RunDir(Path(output))
     _check_free(run.path, overwrite, run.imported.name, "an imported run")
     _check_arguments(source, config, tokenizer, mapping, num_heads)
     try:
@@ -70,7 +69,7 @@ def import_run(
         raise UserError(f"{path}: not readable as {source}: {first_line(error)}") from error
     imported.tokenizers.check_fits(imported.config.model)
     with _folder_made_whole(run.path) as unfinished:
-        new = RunFolder(unfinished)
+        new = RunDir(unfinished)
         decoding = dataclasses.replace(imported.config.decoding, checkpoint="last")
         new.write_config(dataclasses.replace(imported.config, decoding=decoding))
         imported.tokenizers.save(new.tokenizer)
@@ -101,7 +100,7 @@ def export_run(
     Raises:
         UserError: the format cannot say what the model does: the fields are named; the output is then as it was.
     """
-    folder, output = RunFolder(Path(run)), Path(output)
+    folder, output = RunDir(Path(run)), Path(output)
     config = folder.load_config()
     _check_free(output, overwrite, _MARKER, "an exported model")
     chosen = resolve_checkpoint(folder, checkpoint or config.decoding.checkpoint, config.training.best_by)

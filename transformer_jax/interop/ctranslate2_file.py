@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 BINARY_VERSIONS = range(2, 7)
 SPECS = ("TransformerSpec", "TransformerBase", "TransformerBig")

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.ctranslate2_file import read_model_file, write_model_file
 from transformer_jax.interop.ctranslate2_vocabulary import read_tokens
 from transformer_jax.interop.ctranslate2_weights import (
@@ -36,7 +35,7 @@ from transformer_jax.interop.folder_files import OWN_TOKENIZER, read_json, vocab
 from transformer_jax.interop.imported import Imported, check_expressible, check_plain_heads
 from transformer_jax.interop.tables import from_foreign, to_foreign
 from transformer_jax.model.positional import sinusoids
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 _STACKS = ("encoder", "decoder")
 _ACTIVATIONS = {0: "relu", 2: "swish", 3: "gelu"}
@@ -98,7 +97,9 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
         model=model,
         data=DataConfig(max_length=min(256, model.max_length)),
         tokenizer=TokenizerConfig(kind=tokens.pair.source.kind, joint=tokens.joint),
-        decoding=DecodingConfig(beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_extra=128),
+        decoding=DecodingConfig(
+            beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_length_offset=128
+        ),
     )
     return Imported(config, from_foreign(tensors, TABLE, model, str(path)), tokens.pair)
 

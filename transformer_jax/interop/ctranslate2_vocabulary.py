@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformer_jax.data.segmentation import WordTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.folder_files import OWN_TOKENIZER
 from transformer_jax.interop.imported import Start
+from transformer_jax.types import UserError
 
 PADDING = ("<pad>", "<blank>")
 
@@ -69,12 +69,12 @@ def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, tar
     if (folder / OWN_TOKENIZER).is_dir():
         pair = TokenizerPair.load(folder / OWN_TOKENIZER)
         return Tokens(pair, source == target, start, pad_id, bos_id, eos_id, pair.source.unk_id)
-    first = WordTokenizer("presegmented", source, (pad_id, bos_id, eos_id, unk_id))
+    first = WordTokenizer("pretokenized", source, (pad_id, bos_id, eos_id, unk_id))
     if source == target:
         return Tokens(TokenizerPair(first, first), True, start, pad_id, bos_id, eos_id, unk_id)
     # A model has one id for what is unknown; at another place in the target it is a token like others.
     target_unk = unk_id if _place(target, unknown) == unk_id else None
-    second = WordTokenizer("presegmented", target, (pad_id, bos_id, eos_id, target_unk))
+    second = WordTokenizer("pretokenized", target, (pad_id, bos_id, eos_id, target_unk))
     return Tokens(TokenizerPair(first, second), False, start, pad_id, bos_id, eos_id, unk_id)
 
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from transformer_jax.data.segmentation import Tokenizer, WordTokenizer
-from transformer_jax.data.subword_nmt import SubwordTokenizer, read_codes
-from transformer_jax.errors import UserError
+from transformer_jax.data.subword import SubwordTokenizer, read_codes
+from transformer_jax.data.tokenizer import Tokenizer, WordTokenizer
+from transformer_jax.types import UserError
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
 SPECIAL_IDS = (1, 0, 2, 3)  # of PAD, BOS, EOS, UNK
@@ -33,5 +33,5 @@ def read_dictionary(path: Path, codes: Path | None = None) -> Tokenizer:
         known.add(piece)
         vocabulary.append(piece)
     if codes is None:
-        return WordTokenizer("presegmented", vocabulary, SPECIAL_IDS)
+        return WordTokenizer("pretokenized", vocabulary, SPECIAL_IDS)
     return SubwordTokenizer(read_codes(codes), vocabulary, SPECIAL_IDS)

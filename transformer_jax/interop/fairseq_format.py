@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.fairseq_dictionary import read_dictionary
 from transformer_jax.interop.imported import Imported, Tying, check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
@@ -29,7 +28,7 @@ from transformer_jax.interop.tables import (
     to_foreign,
 )
 from transformer_jax.interop.tensor_files import load_torch, state_dict_arrays
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)  # of every fairseq dictionary
 
@@ -123,9 +122,11 @@ def read_fairseq(path: Path) -> Imported:
     config = Config(
         model=model,
         data=DataConfig(source_language=source, target_language=target),
-        tokenizer=TokenizerConfig(kind="subword_nmt" if codes else "presegmented", joint=joint),
+        tokenizer=TokenizerConfig(kind="subword_nmt" if codes else "pretokenized", joint=joint),
         training=TrainingConfig(label_smoothing=_setting(args, file, "label_smoothing", 0.0)),
-        decoding=DecodingConfig(beam_size=5, length_penalty="power", alpha=1.0, stopping="ctranslate2", max_extra=200),
+        decoding=DecodingConfig(
+            beam_size=5, length_penalty="power", alpha=1.0, stopping="ctranslate2", max_length_offset=200
+        ),
     )
     return Imported(config, params_from_fairseq(tensors, model, str(file)), pair)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.data.tokenizer import Tokenizer
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 OWN_TOKENIZER = "tokenizer"
 """Where an exported folder keeps the tokenizers as a run has them; other software does not look there."""

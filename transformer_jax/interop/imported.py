@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from transformer_jax.config import Config, ModelConfig
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
-from transformer_jax.types import Params
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.types import Params, UserError
 
 # What the fields of `ModelConfig` may be; a value that is found out has to say which of them it is.
 Tying = Literal["all", "target", "none"]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.tables import Row, Table, flatten, row
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.types import UserError
 
 
 def read_mapping(path: Path, config: ModelConfig) -> Table:

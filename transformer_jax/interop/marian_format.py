@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.folder_files import read_json, write_json
 from transformer_jax.interop.imported import Activation, Imported, Tying
 from transformer_jax.interop.marian_tokenizer_files import read_tokenizers, write_tokenizers
 from transformer_jax.interop.marian_weights import marian_tensors, params_from_marian
 from transformer_jax.interop.tensor_files import load_torch, read_safetensors, state_dict_arrays, write_safetensors
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 MAX_EXTRA = 128
 
@@ -65,7 +64,7 @@ def read_marian(folder: Path) -> Imported:
     `vocab.json`; `generation_config.json` if there is one.
 
     The limit of the output differs: there `max_length` tokens whatever the source is, here the source's tokens and
-    `decoding.max_extra`, which becomes 128, or `max_length` if that is less.
+    `decoding.max_length_offset`, which becomes 128, or `max_length` if that is less.
 
     Raises:
         UserError: files that are missing or damaged, settings that the model here does not know: they are named.
@@ -242,10 +241,10 @@ def _decoding_config(settings: _Settings, model: ModelConfig) -> DecodingConfig:
         alpha=settings.rate("length_penalty", 1.0),
         length_penalty="power",
         stopping="huggingface",
-        max_extra=min(MAX_EXTRA, longest),
+        max_length_offset=min(MAX_EXTRA, longest),
         max_source=model.max_length,
         forbidden_ids=tuple(sorted(forbidden - {model.pad_id})),
-        renormalise=settings.flag("renormalize_logits", False),
+        renormalize_logits=settings.flag("renormalize_logits", False),
     )
 
 
@@ -297,11 +296,11 @@ def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[
         warn(f"decoding.stopping is {decoding.stopping!r} and generate stops its beams as 'huggingface' does")
     unnamed = set(range(tokenizers.target.vocab_size, model.vocab_size))
     tree = {
-        "max_length": min(decoding.max_source + decoding.max_extra + 1, model.max_length),
+        "max_length": min(decoding.max_source + decoding.max_length_offset + 1, model.max_length),
         "num_beams": decoding.beam_size,
         "length_penalty": alpha,
         "early_stopping": False,
-        "renormalize_logits": decoding.renormalise,
+        "renormalize_logits": decoding.renormalize_logits,
         "bad_words_ids": [[model.pad_id]],
     }
     suppressed = sorted(unnamed.union(decoding.forbidden_ids))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.data.segmentation import Tokenizer
-from transformer_jax.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from transformer_jax.data.tokenizer import TokenizerPair
-from transformer_jax.errors import UserError
+from transformer_jax.data.subword import SentencePieceTokenizer
+from transformer_jax.data.tokenizer import Tokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.folder_files import OWN_TOKENIZER, SPECIAL, read_json, vocabulary, write_json
+from transformer_jax.types import UserError
 
 # What str.split() takes for white space.
 _WHITE_SPACE = (
@@ -117,7 +117,7 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
     own = json.loads(tokenizer.to_json())
     if tokenizer.kind == "bpe":
         tree |= own["library"]
-    elif tokenizer.kind in ("word", "presegmented"):
+    elif tokenizer.kind in ("word", "pretokenized"):
         tree |= _word_level(tokenizer, words)
     else:
         raise UserError(f"marian cannot hold this model: tokenizer.kind is {tokenizer.kind!r}, which it cannot say")
@@ -157,7 +157,7 @@ def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
             "invert": False,
         },
     }
-    if tokenizer.kind == "presegmented":
+    if tokenizer.kind == "pretokenized":
         # Pieces with a space between them (none begins with the "prefix"), then the joints taken out.
         joined = {"type": "WordPiece", "prefix": " ", "cleanup": False}
         joints = {"type": "Replace", "pattern": {"Regex": "@@( |$)"}, "content": ""}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.imported import check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
     Table,
@@ -23,7 +22,7 @@ from transformer_jax.interop.tables import (
     unflatten,
 )
 from transformer_jax.model.positional import sinusoids
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 _SHARED, _LOGITS_BIAS = "model.shared.weight", "final_logits_bias"
 _SOURCE, _TARGET = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"

@@ -22,9 +22,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 Tensors = Mapping[str, np.ndarray]
 

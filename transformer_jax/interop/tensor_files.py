@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from transformer_jax.errors import UserError, first_line
+from transformer_jax.types import UserError, first_line
 
 # Under which names a training script's checkpoint keeps the state dict among other things.
 _CONTAINERS = ("model_state_dict", "state_dict", "model")

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.imported import check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
     Row,
@@ -26,7 +25,7 @@ from transformer_jax.interop.tables import (
     to_foreign,
 )
 from transformer_jax.model.positional import sinusoids
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 
 def _attention(foreign: str, ours: str) -> list[Row]:

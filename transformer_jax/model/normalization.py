@@ -1,4 +1,4 @@
-"""Layer normalisation (paper section 3.1, after Ba et al. 2016)."""
+"""Layer normalization (paper section 3.1, after Ba et al. 2016)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,16 +25,16 @@ def layer_norm(
     Computed in at least float32, returned in the dtype of `x`.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    centred = x.astype(dtype) - jnp.mean(x, axis=-1, keepdims=True, dtype=dtype)
+    centerd = x.astype(dtype) - jnp.mean(x, axis=-1, keepdims=True, dtype=dtype)
     if variant == "standard":
-        variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(variance + jnp.asarray(epsilon, dtype))
+        variance = jnp.mean(jnp.square(centerd), axis=-1, keepdims=True)
+        normed = centerd * jax.lax.rsqrt(variance + jnp.asarray(epsilon, dtype))
     else:
-        sum_of_squares = jnp.sum(jnp.square(centred), axis=-1, keepdims=True)
+        sum_of_squares = jnp.sum(jnp.square(centerd), axis=-1, keepdims=True)
         # sqrt has an infinite slope at 0: a constant row would turn the gradient into NaN.
         safe = jnp.where(sum_of_squares > 0, sum_of_squares, 1)
         std = jnp.where(sum_of_squares > 0, jnp.sqrt(safe / (x.shape[-1] - 1)), 0)
-        normed = centred / (std + jnp.asarray(epsilon, dtype))
+        normed = centerd / (std + jnp.asarray(epsilon, dtype))
     shape = (1,) * (x.ndim - 1) + (-1,)
     return (normed * scale.reshape(shape).astype(dtype) + bias.reshape(shape).astype(dtype)).astype(x.dtype)
 
@@ -48,12 +48,12 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b d_model"]) -> Float[Array, "*b d_model"]:
-        """Normalises the last axis."""
+        """Normalizes the last axis."""
         shape, dtype = (x.shape[-1],), jnp.dtype(self.param_dtype)
         scale = self.param("scale", nn.initializers.ones, shape, dtype)
         bias = self.param("bias", nn.initializers.zeros, shape, dtype)
-        normalise: Callable[..., Array] = partial(layer_norm, epsilon=self.epsilon, variant=self.variant)
+        normalize: Callable[..., Array] = partial(layer_norm, epsilon=self.epsilon, variant=self.variant)
         if x.dtype != jnp.promote_types(x.dtype, jnp.float32):
             # The backward pass keeps `x`, and not what is computed of it in float32, which is twice as large.
-            normalise = jax.checkpoint(normalise)
-        return normalise(x, scale, bias)
+            normalize = jax.checkpoint(normalize)
+        return normalize(x, scale, bias)

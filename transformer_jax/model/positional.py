@@ -10,7 +10,7 @@ from jax.nn.initializers import normal
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
+from transformer_jax.types import UserError
 
 
 def sinusoids(
@@ -49,8 +49,8 @@ def segment_positions(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
     [[0, 1, 0, 1, 2, 0, 0]]
     """
     index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
-    is_first = jnp.concatenate([jnp.ones_like(segments[:, :1]), jnp.diff(segments, axis=1)], axis=1) != 0
-    start = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    is_start = jnp.concatenate([jnp.ones_like(segments[:, :1]), jnp.diff(segments, axis=1)], axis=1) != 0
+    start = jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)
     return jnp.where(segments == 0, 0, index - start)
 
 

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.model.embedding import Embedding, OutputWeights, logits_from
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
 from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
 from transformer_jax.model.positional import LearnedPositions, segment_positions, sinusoids
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 
 class Transformer(nn.Module):
@@ -75,9 +74,9 @@ class Transformer(nn.Module):
             ValueError: segments of one side alone, or masks beside them.
         """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask, "src_segments": src_segments, "tgt_segments": tgt_segments}
-        return logits_from(*self.before_logits(src, tgt_in, **masks, deterministic=deterministic))
+        return logits_from(*self.hidden_states(src, tgt_in, **masks, deterministic=deterministic))
 
-    def before_logits(
+    def hidden_states(
         self,
         src: Int[Array, "b s"],
         tgt_in: Int[Array, "b t"],

@@ -22,7 +22,7 @@ class LayerNorm(nn.Module):
         self.a_2, self.b_2, self.eps = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises the last axis."""
+        """Normalizes the last axis."""
         mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True, unbiased=True)
         return self.a_2 * (x - mean) / (std + self.eps) + self.b_2
 
@@ -102,7 +102,7 @@ class Stack(nn.Module):
         self.norm = LayerNorm(config.d_model, config.norm_epsilon)
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        """From embeddings to the normalised output."""
+        """From embeddings to the normalized output."""
         for layer in self.layers:
             x = layer(x, *others)
         return self.norm(x)

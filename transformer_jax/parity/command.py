@@ -4,18 +4,17 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
-from transformer_jax.errors import UserError
 from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_torch
 from transformer_jax.parity.compare import ParityReport, compare_models, random_params
-from transformer_jax.recipes import load_config, load_recipe
-from transformer_jax.run.checkpoint import load_params, resolve_checkpoint
-from transformer_jax.run.folder import RunFolder
-from transformer_jax.types import Params
+from transformer_jax.presets import load_config, load_recipe
+from transformer_jax.types import Params, UserError
 
 AGAINST = ("torch", "annotated", "fairseq", "marian")
 
@@ -77,7 +76,7 @@ def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Para
 
             imported = (read_fairseq if against == "fairseq" else read_marian)(path)
             return imported.config, imported.params
-        run = RunFolder(path)
+        run = RunDir(path)
         config = run.load_config()
         checkpoint = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
         return config, load_params(checkpoint, config.model)
@@ -94,4 +93,4 @@ def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Para
 
 
 def _is_run(path: Path) -> bool:
-    return RunFolder(path).checkpoints.is_dir()
+    return RunDir(path).checkpoints.is_dir()

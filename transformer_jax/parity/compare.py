@@ -15,7 +15,7 @@ from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity import this_side
 from transformer_jax.parity.suspects import find_cause
 from transformer_jax.parity.this_side import ALL_MASKS, Masks, Side
-from transformer_jax.strict_json import to_json
+from transformer_jax.runtime.files import to_json
 from transformer_jax.types import Batch, Params
 
 if TYPE_CHECKING:  # it imports torch
@@ -63,7 +63,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses of training with the same batches and optimiser, and the parameters at its end."""
+    """Losses of training with the same batches and optimizer, and the parameters at its end."""
 
     this: tuple[float, ...]
     other: tuple[float, ...]
@@ -298,7 +298,7 @@ def _compare_training(
 def _compare_search(
     side: Side, oracle: "Oracle", src: np.ndarray, decoding: DecodingConfig
 ) -> tuple[bool, bool, tuple[str, ...]]:
-    limits = ((src != side.config.pad_id).sum(axis=1) + min(decoding.max_extra, 6)).tolist()
+    limits = ((src != side.config.pad_id).sum(axis=1) + min(decoding.max_length_offset, 6)).tolist()
     decoding = dataclasses.replace(decoding, beam_size=max(decoding.beam_size, 2))
     greedy, beam = (
         [this_side.lines(side, src, limits, setting), oracle.search(src, limits, setting)]

@@ -227,9 +227,9 @@ class TorchOracle:
 
 def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, training: TrainingConfig, pad_id: int) -> torch.Tensor:
     """-sum_v q(v) log p(v), its mean over the targets that are not padding, with q written out."""
-    size, smoothing, mass = logits.shape[-1], training.label_smoothing, training.smoothing_mass
-    q = torch.full_like(logits, smoothing / {"others": size - 1, "all": size, "others_without_pad": size - 2}[mass])
-    if mass == "others_without_pad":
+    size, smoothing, mass = logits.shape[-1], training.label_smoothing, training.label_smoothing_over
+    q = torch.full_like(logits, smoothing / {"non_target": size - 1, "all": size, "non_target_non_pad": size - 2}[mass])
+    if mass == "non_target_non_pad":
         q[..., pad_id] = 0
     right = 1 - smoothing + (smoothing / size if mass == "all" else 0)
     q.scatter_(-1, targets[..., None], right)

@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop import annotated_format, fairseq_format, marian_weights, torch_format
 from transformer_jax.interop.imported import check_expressible
 from transformer_jax.interop.tables import Table, from_foreign, to_foreign
 from transformer_jax.parity.annotated_model import AnnotatedTransformer
 from transformer_jax.parity.oracles import Arrays, Hook, TorchOracle
 from transformer_jax.parity.torch_model import TorchTransformer
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 SMALL: dict[str, Any] = {
     "vocab_size": 43,

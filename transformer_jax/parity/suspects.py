@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.errors import UserError
 from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity.this_side import Side
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 if TYPE_CHECKING:  # it imports torch
     from transformer_jax.parity.oracles import Oracle

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.decoding.cached_search import search
+from transformer_jax.decoding.decode import search
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
@@ -20,8 +20,7 @@ from transformer_jax.model.masks import padding_mask, target_mask
 from transformer_jax.model.normalization import LayerNorm
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
-from transformer_jax.training.state import TrainState, dropout_rng
-from transformer_jax.training.step import train_step
+from transformer_jax.training.step import TrainState, dropout_rng, train_step
 from transformer_jax.types import Batch, Params
 
 Arrays = dict[str, np.ndarray]
@@ -46,7 +45,7 @@ class MaskedTransformer(Transformer):
 
     masks: Masks = ALL_MASKS
 
-    def before_logits(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
+    def hidden_states(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
         """As of `Transformer`."""
         seen = padding_mask(src, self.config.pad_id)
         everything = jnp.ones_like(seen)
@@ -111,7 +110,7 @@ def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
 
 
 def learning_rates(training: TrainingConfig, d_model: int, count: int) -> list[float]:
-    """The learning rate of each of the first updates, as the optimiser here has it."""
+    """The learning rate of each of the first updates, as the optimizer here has it."""
     return np.asarray(jax.jit(make_schedule(training, d_model))(jnp.arange(count))).tolist()
 
 
@@ -135,7 +134,7 @@ def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Tra
             model=side.model,
             optimizer=optimizer,
             smoothing=training.label_smoothing,
-            mass=training.smoothing_mass,
+            mass=training.label_smoothing_over,
         )
     )
     params = jax.tree.map(jnp.asarray, side.params)

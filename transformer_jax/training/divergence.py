@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from transformer_jax.checkpoint.run_dir import RunDir, write_atomically
 from transformer_jax.config import Config
-from transformer_jax.errors import UserError, first_line
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.folder import RunFolder, write_atomically
-from transformer_jax.strict_json import to_json
-from transformer_jax.training.parts import split
+from transformer_jax.runtime.files import to_json
+from transformer_jax.training.accumulation import split
 from transformer_jax.training.step import loss_sums
-from transformer_jax.types import Batch, Params
+from transformer_jax.types import Batch, Params, UserError, first_line
 
 MAX_IN_A_ROW = 10
 """So many skipped steps, one after the other, end a training that skips."""
@@ -38,7 +37,7 @@ class Divergence:
         max_logits: as for `train_step`.
     """
 
-    def __init__(self, config: Config, run: RunFolder, rng: Array, sentences: Sentences, max_logits: int) -> None:
+    def __init__(self, config: Config, run: RunDir, rng: Array, sentences: Sentences, max_logits: int) -> None:
         self._config, self._run, self._rng, self._sentences = config, run, rng, sentences
         self._max_logits = max_logits
         self._last_step, self._in_a_row, self._reports = -1, 0, 0
@@ -110,7 +109,7 @@ def find_bad(
     training = config.training
     # Modules are seen one by one only where no loop runs over them; their parameters are the same.
     model = Transformer(dataclasses.replace(config.model, scan_layers=False, remat="none"))
-    options = {"smoothing": training.label_smoothing, "mass": training.smoothing_mass, "max_logits": max_logits}
+    options = {"smoothing": training.label_smoothing, "mass": training.label_smoothing_over, "max_logits": max_logits}
     rng = jax.random.fold_in(dropout_rng, step - 1)
     parts = [(batch, rng)]
     if training.accumulate > 1:

@@ -15,17 +15,22 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from transformer_jax.checkpoint.checkpoint import Checkpoints
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, TrainingConfig
-from transformer_jax.distributed import Asked, Requests, from_first, gather, is_first
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.run.checkpoint import Checkpoints
-from transformer_jax.run.folder import RunFolder
+from transformer_jax.runtime.distributed import (
+    ControlFlags,
+    PreemptionSync,
+    broadcast_from_main,
+    gather,
+    is_main_process,
+)
 from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.divergence import Divergence, Sentences
-from transformer_jax.training.metrics import MetricsWriter, Progress
-from transformer_jax.training.optimizer import make_optimizer, make_schedule, params_to_use, updates_done
-from transformer_jax.training.patience import Patience, validations_of
-from transformer_jax.training.profiling import Profile
+from transformer_jax.training.early_stopping import EarlyStopping, validations_of
+from transformer_jax.training.metrics import MetricsWriter, Profile, Progress
+from transformer_jax.training.optimizer import eval_params, make_optimizer, make_schedule, update_count
 from transformer_jax.training.sharding import (
     batch_sharding,
     gather_over_fsdp,
@@ -35,8 +40,7 @@ from transformer_jax.training.sharding import (
     row_multiple,
     tree_shardings,
 )
-from transformer_jax.training.state import TrainState, dropout_rng, init_rng, init_state
-from transformer_jax.training.step import Metrics, train_step
+from transformer_jax.training.step import Metrics, TrainState, dropout_rng, init_rng, init_state, train_step
 from transformer_jax.types import Batch, Params
 
 
@@ -58,19 +62,19 @@ class Outcome:
     step: int
     interrupted_by: str | None = None
     """The name of the signal that ended it, if one did, in whichever process."""
-    lost_patience: bool = False
+    stopped_early: bool = False
     """Whether it ended because validations got no better."""
 
 
 def fit(
     config: Config,
-    run: RunFolder,
+    run: RunDir,
     mesh: Mesh,
     batches_from: Callable[[int], Iterator[Batch]],
     evaluate: Callable[[Params, int], Evaluation],
     initial_params: Params | None = None,
     *,
-    announced: Sequence[Batch] = (),
+    warmup_batches: Sequence[Batch] = (),
     profile: bool = False,
     sentences: Sentences = lambda index: (),
 ) -> Outcome:
@@ -86,7 +90,7 @@ def fit(
         batches_from: the global batches from this position on (this process's rows of them).
         evaluate: called with the parameters and the step, `training.validate_every` steps apart and after the last.
         initial_params: what a fresh run starts from, instead of random parameters.
-        announced: a batch of each shape that will come: their steps are compiled before the first one.
+        warmup_batches: a batch of each shape that will come: their steps are compiled before the first one.
         profile: whether to trace some steps into the run's `profile/`.
         sentences: the sentence pairs of a global batch, for the report on a step that is not finite.
 
@@ -105,7 +109,7 @@ def fit(
     state = _first_state(config, mesh, checkpoints, initial_params)
     step = int(state.step)
 
-    requests, asked, stops = Requests(mesh), Asked(), training.on_divergence == "stop"
+    requests, asked, stops = PreemptionSync(mesh), ControlFlags(), training.on_divergence == "stop"
 
     def step_and_rate(state: TrainState, batch: Batch, others: Any) -> tuple[TrainState, Any, Any]:
         rng, proceed, all_asked = others
@@ -116,13 +120,13 @@ def fit(
             model=model,
             optimizer=optimizer,
             smoothing=training.label_smoothing,
-            mass=training.smoothing_mass,
+            mass=training.label_smoothing_over,
             accumulate=training.accumulate,
             max_logits=max_logits(training, mesh),
             proceed=proceed,
-            before_use=partial(gather_over_fsdp, mesh=mesh),
+            gather_params=partial(gather_over_fsdp, mesh=mesh),
         )
-        rate = schedule(updates_done(state.opt_state))
+        rate = schedule(update_count(state.opt_state))
         return new_state, (metrics, rate), None if all_asked is None else all_asked.max(axis=0)
 
     jitted_step = jax.jit(
@@ -136,21 +140,21 @@ def fit(
     # After a step that is not finite those that come before it is noticed change nothing, if the run is to stop: so the
     # parameters of that step are still there to be looked into. The device hands this on; nobody waits for it.
     proceed = jax.device_put(np.bool_(True), replicated(mesh))
-    writer = MetricsWriter(run, step, is_first())
-    earlier = from_first(validations_of(run, training.best_by) if is_first() else [])
-    patience = Patience(training.patience, training.best_by, earlier)
+    writer = MetricsWriter(run, step, is_main_process())
+    earlier = broadcast_from_main(validations_of(run, training.best_by) if is_main_process() else [])
+    patience = EarlyStopping(training.patience, training.best_by, earlier)
     with (
-        Progress(step, training.num_steps, is_first()) as progress,
+        Progress(step, training.num_steps, is_main_process()) as progress,
         _Signals() as signals,
         closing(writer),
-        closing(Profile(run.profile if profile and is_first() else None, step + 1, progress.say)) as tracing,
+        closing(Profile(run.profile if profile and is_main_process() else None, step + 1, progress.say)) as tracing,
         closing(checkpoints),  # whatever happens, a checkpoint that was started becomes whole
     ):
         compiled_step = CompiledStep(
             jitted_step,
             state,
             (rng, proceed, requests.put(asked)),
-            [put_batch(batch, mesh) for batch in announced],
+            [put_batch(batch, mesh) for batch in warmup_batches],
             progress.say,
         )
 
@@ -164,10 +168,10 @@ def fit(
         progress.restart()
         batches = batches_from(step)
 
-        def ask() -> Asked:
-            return Asked(signals.received, time.monotonic() - last_save_time >= training.checkpoint_seconds)
+        def ask() -> ControlFlags:
+            return ControlFlags(signals.received, time.monotonic() - last_save_time >= training.checkpoint_seconds)
 
-        while step < training.num_steps and not patience.is_lost() and not (asked := requests.hear(ask())).signal:
+        while step < training.num_steps and not patience.should_stop() and not (asked := requests.hear(ask())).signal:
             tracing.before(step + 1)
             batch = put_batch(next(batches), mesh)
             state, reported, carried = compiled_step(state, batch, (rng, proceed, requests.put(ask())))
@@ -191,7 +195,7 @@ def fit(
                 watch.check_all()
                 with watch.paused():
                     try:
-                        evaluation = evaluate(params_to_use(state), step)
+                        evaluation = evaluate(eval_params(state), step)
                     except BaseException:
                         if jax.process_count() == 1:  # the others may not have come to this
                             checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
@@ -213,12 +217,12 @@ def fit(
         if last_saved != step:
             checkpoints.save(step, state)
         received = max(gather(signals.received))
-    return Outcome(state, step, signal.Signals(received).name if received else None, patience.is_lost())
+    return Outcome(state, step, signal.Signals(received).name if received else None, patience.should_stop())
 
 
 def max_logits(training: TrainingConfig, mesh: Mesh | None = None) -> int:
-    """The most logits to hold at a time over the devices that share the rows (None: one): `logits_megabytes`."""
-    return training.logits_megabytes * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
+    """The most logits to hold at a time over the devices that share the rows (None: one): `loss_chunk_mb`."""
+    return training.loss_chunk_mb * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:

@@ -1,18 +1,19 @@
-"""What a run writes about itself: JSON lines, TensorBoard, and the progress on the screen."""
+"""Metrics files, progress output and profiler traces of a training run."""
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+import jax
 from tqdm import tqdm
 
-from transformer_jax.errors import UserError
-from transformer_jax.run.folder import RunFolder, truncate_after
-from transformer_jax.strict_json import to_json
+from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
 
 SECONDS_BETWEEN_LINES = 10.0  # on a stream that is no terminal
 
@@ -24,7 +25,7 @@ class MetricsWriter:
     is not `enabled`, as in all processes but the first, does nothing.
     """
 
-    def __init__(self, run: RunFolder, step: int, enabled: bool = True) -> None:
+    def __init__(self, run: RunDir, step: int, enabled: bool = True) -> None:
         self._enabled = enabled
         if not enabled:
             return
@@ -167,3 +168,42 @@ class Progress:
             self._bar.write(message, file=sys.stderr)
         elif self._enabled:
             print(message, file=sys.stderr, flush=True)
+
+
+FIRST, LAST = 3, 7  # steps of this call of `fit` that are traced: the first ones are not typical
+
+
+class Profile:
+    """Traces some steps into a folder. Closing it ends a trace that is still open.
+
+    Args:
+        folder: where to; None: nothing is traced.
+        first_step: the first step of this call of `fit`.
+        say: called with a line for the user when the trace is written.
+    """
+
+    def __init__(self, folder: Path | None, first_step: int, say: Callable[[str], None]) -> None:
+        self._folder, self._first_step, self._say = folder, first_step, say
+        self._is_open = False
+
+    def before(self, step: int) -> None:
+        """Called before a step is started."""
+        if self._folder and step == self._first_step + FIRST - 1:
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+            self._is_open = True
+
+    def after(self, step: int, result: object) -> None:
+        """Called with what a step gave."""
+        if self._is_open and step == self._first_step + LAST - 1:
+            jax.block_until_ready(result)
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace."""
+        if self._is_open:
+            self._is_open = False
+            jax.profiler.stop_trace()
+            self._say(
+                f"trace of some steps in {self._folder}: tensorboard --logdir {self._folder}, or open its "
+                "perfetto_trace.json.gz at ui.perfetto.dev"
+            )

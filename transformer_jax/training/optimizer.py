@@ -1,4 +1,4 @@
-"""The learning rate and the optimiser (paper section 5.3)."""
+"""The learning rate and the optimizer (paper section 5.3)."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_jax.config import TrainingConfig
-from transformer_jax.training.state import TrainState
+from transformer_jax.training.step import TrainState
 from transformer_jax.types import Params
 
 
@@ -59,10 +59,10 @@ def make_schedule(config: TrainingConfig, d_model: int) -> optax.Schedule:
 
 
 class WithAverage(NamedTuple):
-    """The state of an optimiser that averages the parameters too."""
+    """The state of an optimizer that averages the parameters too."""
 
     inner: optax.OptState
-    """Of the optimiser itself."""
+    """Of the optimizer itself."""
     ema: Params
     """The average, in the parameters' dtypes."""
 
@@ -79,7 +79,7 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
 
     def update(updates: Params, state: WithAverage, params: Params) -> tuple[Params, WithAverage]:
         updates, inner = optimizer.update(updates, state.inner, params)
-        done = jnp.asarray(updates_done(inner), jnp.float32)
+        done = jnp.asarray(update_count(inner), jnp.float32)
         d = jnp.minimum(decay, (1 + done) / (10 + done))
         new = optax.apply_updates(params, updates)
         ema = jax.tree.map(lambda e, p: (d * e + (1 - d) * p).astype(e.dtype), state.ema, new)
@@ -88,12 +88,12 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
     return optax.GradientTransformation(init, update)
 
 
-def updates_done(state: optax.OptState) -> Array:
-    """How many updates an optimiser of `make_optimizer` has made: what its schedule goes by."""
+def update_count(state: optax.OptState) -> Array:
+    """How many updates an optimizer of `make_optimizer` has made: what its schedule goes by."""
     return state.inner[-1].count if isinstance(state, WithAverage) else state[-1].count
 
 
-def params_to_use(state: TrainState) -> Params:
+def eval_params(state: TrainState) -> Params:
     """The parameters that a run is judged by: their moving average where it keeps one."""
     return state.opt_state.ema if isinstance(state.opt_state, WithAverage) else state.params
 

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from transformer_jax.errors import UserError
-from transformer_jax.types import RowParts
+from transformer_jax.types import RowParts, UserError
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -56,7 +55,7 @@ def partition_spec(path: str) -> PartitionSpec:
 
 
 def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A `NamedSharding` for each leaf of a tree of parameters, or of an optimiser state, whose paths end alike.
+    """A `NamedSharding` for each leaf of a tree of parameters, or of an optimizer state, whose paths end alike.
 
     Raises:
         UserError: a mesh axis does not divide the array's axis it splits; both are named.

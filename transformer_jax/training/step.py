@@ -1,19 +1,46 @@
-"""THE training step: a pure function, the same on one CPU and on many devices."""
+"""THE training step: a pure function of state, batch and key, the same on one CPU and on many devices."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.training.loss import LossSums, SmoothingMass
-from transformer_jax.training.parts import split, sum_dtype, sum_over
-from transformer_jax.training.projected_loss import projected_cross_entropy
-from transformer_jax.training.state import TrainState
+from transformer_jax.training.accumulation import split, sum_dtype, sum_over
+from transformer_jax.training.dropout_rng import HASH
+from transformer_jax.training.loss import LabelSmoothingOver, LossSums, fused_linear_cross_entropy
 from transformer_jax.types import Batch, Params
+
+
+@struct.dataclass
+class TrainState:
+    """Parameters, optimizer state and the step: with the data's seed, all that decides the rest of the run."""
+
+    step: Any  # Int[Array, ""], or as in every pytree what stands for it: its shape, its sharding
+    """Updates done, which is also the number of global batches consumed: the position in the data."""
+    params: Params
+    opt_state: optax.OptState
+
+
+def init_state(model: Transformer, optimizer: optax.GradientTransformation, init_rng: Array) -> TrainState:
+    """A fresh state."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = model.init(init_rng, tokens, tokens)["params"]
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def init_rng(seed: int) -> Array:
+    """The key of the initial parameters."""
+    return jax.random.fold_in(jax.random.key(seed), 0)
+
+
+def dropout_rng(seed: int, generator: Literal["hash", "threefry"] = "hash") -> Array:
+    """The key from which `train_step` makes each step's; its type decides which generator dropout uses."""
+    return jax.random.fold_in(jax.random.key(seed, impl=HASH if generator == "hash" else "threefry2x32"), 1)
 
 
 class Metrics(NamedTuple):
@@ -39,11 +66,11 @@ def train_step(
     model: Transformer,
     optimizer: optax.GradientTransformation,
     smoothing: float = 0.1,
-    mass: SmoothingMass = "others",
+    mass: LabelSmoothingOver = "non_target",
     accumulate: int = 1,
     max_logits: int | None = None,
     proceed: Bool[Array, ""] | bool = True,
-    before_use: Callable[[Params], Params] = lambda params: params,
+    gather_params: Callable[[Params], Params] = lambda params: params,
 ) -> tuple[TrainState, Metrics]:
     """One update: forward, loss, backward, Adam.
 
@@ -54,20 +81,20 @@ def train_step(
     `jit` with sharded arguments XLA adds the sums of the devices; nothing here knows of them.
 
     Args:
-        state: parameters, optimiser state, step.
+        state: parameters, optimizer state, step.
         batch: the global batch.
         dropout_rng: the run's key; this step's is `fold_in(dropout_rng, state.step)`.
         model, optimizer, smoothing, mass, accumulate: constants of the compiled step.
         max_logits: the most logits to hold at a time, over all devices; None: all.
         proceed: False: change nothing, as if this step were not finite.
-        before_use: changes where the parameters lie, not what they are, before the model uses them.
+        gather_params: changes where the parameters lie, not what they are, before the model uses them.
     """
     rng = jax.random.fold_in(dropout_rng, state.step)
 
     def loss_fn(params: Params, part: Batch, part_rng: Array) -> tuple[Array, LossSums]:
         rngs = {"dropout": part_rng}
         sums, _ = loss_sums(
-            model, before_use(params), part, smoothing, mass, max_logits, deterministic=False, rngs=rngs
+            model, gather_params(params), part, smoothing, mass, max_logits, deterministic=False, rngs=rngs
         )
         return sums.loss_sum, sums
 
@@ -95,7 +122,7 @@ def train_step(
 
 def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: int | None = None) -> LossSums:
     """Sums of the cross-entropy without dropout and without smoothing."""
-    return loss_sums(model, params, batch, 0.0, "others", max_logits, deterministic=True)[0]
+    return loss_sums(model, params, batch, 0.0, "non_target", max_logits, deterministic=True)[0]
 
 
 def loss_sums(
@@ -103,7 +130,7 @@ def loss_sums(
     params: Params,
     batch: Batch,
     smoothing: float,
-    mass: SmoothingMass,
+    mass: LabelSmoothingOver,
     max_logits: int | None,
     *,
     mutable: Sequence[str] = (),
@@ -122,12 +149,12 @@ def loss_sums(
         batch.tgt_in,
         src_segments=batch.src_segments,
         tgt_segments=batch.tgt_segments,
-        method="before_logits",
+        method="hidden_states",
         mutable=list(mutable),
         **options,
     )
     targets, pad_id = jnp.asarray(batch.tgt_out), model.config.pad_id
-    sums = projected_cross_entropy(
+    sums = fused_linear_cross_entropy(
         x, output, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id, max_logits=max_logits
     )
     return sums, collections

@@ -1,0 +1,256 @@
+"""The command translate: several translations of a line, JSON lines, draws, prefixes, a conversation, progress."""
+
+import dataclasses
+import io
+import json
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_run import tiny_run
+
+from transformer_jax import cli as module
+from transformer_jax.cli import translation
+from transformer_jax.decoding.alignment import align
+from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
+
+LINES = ["the dog", "", "a \ud83d\udc15 dog".encode("utf-16", "surrogatepass").decode("utf-16")]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def translator(tiny):
+    return Translator.load(tiny.run, max_length_offset=2)
+
+
+def test_several_translations_of_a_line(cli, tiny):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--beam-size", "2", "--n-best", "2", stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    expected = Translator.load(tiny.run, max_length_offset=2, beam_size=2).translate_n_best(LINES, 2)
+    assert [len(found) for found in expected] == [2, 1, 2]
+    assert done.out.splitlines() == [
+        f"{number} ||| {one.text} ||| {one.score:.4f}" for number, found in enumerate(expected) for one in found
+    ]
+    too_many = cli("translate", tiny.run, "--n-best", "9", stdin=stdin)
+    assert (too_many.status, too_many.out) == (1, "")
+    assert "n_best is 9; it must be at least 1 and at most decoding.beam_size" in too_many.err
+
+
+def test_json_lines(cli, tiny, translator):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--format", "jsonl", stdin=stdin)
+    rows = [json.loads(line) for line in done.out.split("\n")[:-1]]
+    assert [(row["line"], row["source"]) for row in rows] == list(enumerate(LINES))
+    for row, (best,) in zip(rows, translator.translate_n_best(LINES, 1), strict=True):
+        (found,) = row["translations"]
+        assert (found["text"], found["num_tokens"]) == (best.text, best.num_tokens)
+        assert (found["score"], found["log_prob"]) == pytest.approx((best.score, best.log_prob), rel=1e-5)
+
+
+def test_json_lines_with_an_alignment(cli, tiny, translator):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--format", "jsonl", "--alignment", stdin=stdin)
+    rows = [json.loads(line) for line in done.out.split("\n")[:-1]]
+    aligned = align(translator, LINES, translator.translate_n_best(LINES, 1))
+    for row, (one,) in zip(rows, aligned, strict=True):
+        (found,) = row["translations"]
+        assert row["source_tokens"] == list(one.source_tokens)
+        assert found["tokens"] == list(one.target_tokens)
+        assert found["alignment"] == [list(pair) for pair in one.pairs]
+        assert len(found["alignment"]) == len(found["tokens"])
+    assert rows[1]["source_tokens"] == rows[1]["translations"][0]["alignment"] == []
+    assert sum(len(row["source_tokens"]) for row in rows) > 3
+    without = cli("translate", tiny.run, "--max-length-offset", "2", "--format", "jsonl", stdin=stdin)
+    assert "alignment" not in without.out
+    assert 'tokens":' not in without.out.replace("num_tokens", "")
+
+
+def test_draws(cli, tiny, translator):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    how = ["--max-length-offset", "2", "--sample", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95"]
+    done = cli("translate", tiny.run, *how, "--seed", "3", "--n-best", "3", stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95)
+    expected = translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
+    assert done.out.split("\n")[:-1] == [
+        f"{number} ||| {one.text} ||| {one.score:.4f}" for number, found in enumerate(expected) for one in found
+    ]
+    assert [len(found) for found in expected] == [3, 1, 3]
+    assert len({one.token_ids for one in expected[0]}) > 1
+    assert expected == translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
+    assert expected != translator.translate_n_best(LINES, 3, sampling=sampling, seed=4)
+    # A line is drawn by its place: what the others are changes nothing, nor does its place in a batch.
+    for before in (["two", "a"], ["the red house and the blue tree", "a dog"]):
+        others = translator.translate_n_best([*before, LINES[2]], 3, sampling=sampling, seed=3)
+        assert [one.token_ids for one in others[2]] == [one.token_ids for one in expected[2]]
+    alone = translator.translate_n_best(LINES[2:], 3, sampling=sampling, seed=3, first_line=2)
+    assert [one.token_ids for one in alone[0]] == [one.token_ids for one in expected[2]]
+    equal = translator.translate_n_best(["the dog"] * 4, 1, sampling=Sampling())
+    assert len({one.token_ids for (one,) in equal}) == 4
+    with pytest.raises(UserError, match="seed is 4294967296; it must be from 0 to 4294967295"):
+        translator.translate_n_best(LINES, 1, sampling=sampling, seed=2**32)
+    with pytest.raises(UserError, match=r"n_best is 0; it must be at least 1$"):
+        translator.translate_n_best(LINES, 0, sampling=sampling)
+
+
+def text_of(count, translator):
+    """A target text of so many tokens."""
+    texts = ["Q" * number for number in range(1, 2 * count)]
+    rows = translator.tokenizers.target.encode(texts)
+    return next(text for text, ids in zip(texts, rows, strict=True) if len(ids) == count)
+
+
+def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
+    stdin = ("\n".join(LINES) + "\n").encode()
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--prefix", "zwei katze", stdin=stdin)
+    assert (done.status, done.err) == (0, "")
+    first, empty, third = done.out.split("\n")[:-1]
+    assert first.startswith("zwei katze")
+    assert third.startswith("zwei katze")
+    assert empty == "", "an empty line stays empty"
+    file = tmp_path / "prefixes"
+    file.write_text("drei\n\n\n")
+    done = cli("translate", tiny.run, "--max-length-offset", "2", "--prefixes", file, stdin=stdin)
+    assert done.out.split("\n")[:-1] == [
+        translator.translate_n_best(LINES[:1], 1, prefixes=["drei"])[0][0].text,
+        "",
+        translator.translate(LINES)[2],
+    ]
+    file.write_text("drei\n \n\n")
+    spaces = cli("translate", tiny.run, "--max-length-offset", "2", "--prefixes", file, stdin=stdin)
+    assert spaces.out == done.out
+    how = ["--beam-size", "2", "--max-length-offset", "2", "--prefixes", file, "--explain", "--n-best", "2"]
+    explained = cli("translate", tiny.run, *how, stdin=stdin)
+    assert explained.status == 0
+    report, *_ = explained.out.split("\nsource ")
+    told = [line.partition("tokens: ")[2] for line in report.rpartition("result\n")[2].rstrip().splitlines()]
+    assert len(told) == 2
+    assert all(text.startswith("drei") for text in told)
+    # One that is longer than the limit is whole, and followed by something.
+    long = text_of(16, translator)  # no padding hides its last step
+    (found,) = translator.translate_n_best(["a"], 1, prefixes=[long])[0]
+    assert found.text.startswith(long)
+    assert found.num_tokens > 16
+    wrong = cli("translate", tiny.run, "--prefixes", file, stdin=b"one line\n")
+    assert (wrong.status, wrong.out) == (1, "")
+    assert "3 prefixes for 1 texts; each text needs one, which may be empty" in wrong.err
+
+
+def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
+    config = translator.config
+    model = dataclasses.replace(config.model, positions="learned", max_length=9)
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    params = Transformer(model).init(jax.random.key(0), tokens, tokens)["params"]
+    short = Translator(
+        dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, max_length=9)),
+        params,
+        translator.tokenizers,
+    )
+    count = len(translator.tokenizers.target.encode(["ein der"])[0])
+    assert count <= 8
+    found = short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der"])
+    assert found[1][0].text.startswith("ein der")
+    # Eight tokens and one more have room; nine have none for another.
+    (full,) = short.translate_n_best(["a"], 1, prefixes=[text_of(8, translator)])[0]
+    assert full.num_tokens == 9
+    with pytest.raises(
+        UserError, match=r"the prefix of line 2 has 9 tokens; .* more than the 9 positions of the model"
+    ):
+        short.translate_n_best(["a", "a"], 1, prefixes=["", text_of(9, translator)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--top-k", "3"], "--top-k goes with --sample"),
+        (["--seed=3"], "--seed goes with --sample"),
+        (["--sample", "--explain"], "--explain is for a search; with --sample there is none"),
+        (["--sample", "--beam_size=2"], "--beam-size is for a search"),
+        (["--explain", "--format", "jsonl"], "--explain is a text to read"),
+        (["--alignment"], "--alignment goes with --format jsonl"),
+        (["--prefix", "a", "--prefixes", "b"], "exclude each other"),
+        (["--sample", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
+    ],
+)
+def test_flags_that_mean_nothing_together_are_refused(cli, tiny, flags, message):
+    done = cli("translate", tiny.run, *flags, stdin=b"a\n")
+    assert (done.status, done.out) == (2, "")
+    assert message in done.err
+
+
+def converse(monkeypatch, lines, *args, is_terminal=True):
+    """(prompt, what was written before it) of a conversation with `transformer-jax translate`."""
+    written, typed, seen = io.BytesIO(), iter(lines), []
+
+    def answer(prompt):
+        seen.append((prompt, written.getvalue().decode().split("\n")[:-1]))
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
+    monkeypatch.setattr("builtins.input", answer)
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    stdout = types.SimpleNamespace(buffer=written, flush=lambda: None, isatty=lambda: is_terminal)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert module.main(["translate", *map(str, args)]) == 0
+    return seen
+
+
+def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, translator, monkeypatch, capsys):
+    seen = converse(monkeypatch, LINES, tiny.run, "--max-length-offset", "2")
+    expected = translator.translate(LINES)
+    assert seen == [("> ", expected[:count]) for count in range(4)]
+    assert "Ctrl-D ends" in capsys.readouterr().err
+    seen = converse(monkeypatch, LINES, tiny.run, "--max-length-offset", "2", is_terminal=False)
+    assert seen == [("", expected[:count]) for count in range(4)], "no prompt among translations that go to a file"
+
+
+def test_prefixes_of_lines_that_are_typed_are_refused(tiny, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prefixes").write_text("ein\n")
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    with pytest.raises(SystemExit):
+        module.main(["translate", str(tiny.run), "--prefixes", str(tmp_path / "prefixes")])
+    assert "--prefixes needs the lines on stdin" in capsys.readouterr().err
+
+
+def test_a_line_that_is_typed_twice_is_drawn_twice(tiny, translator, monkeypatch):
+    seen = converse(monkeypatch, ["the dog"] * 3, tiny.run, "--max-length-offset", "2", "--sample", "--prefix", "drei")
+    drawn = seen[-1][1]
+    assert len(set(drawn)) == 3
+    assert all(text.startswith("drei") for text in drawn)
+
+
+def test_progress_is_said_every_ten_seconds_and_not_for_less(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(translation.time, "monotonic", lambda: now[0])
+    progress = translation._Progress(1000, enabled=True)
+    for seconds in (4.0, 9.0, 10.0, 15.0, 20.0):
+        now[0] = seconds
+        progress(100)
+    assert capsys.readouterr().err.splitlines() == [
+        "300 of 1,000 lines, 30 lines/s, 23 s left",
+        "500 of 1,000 lines, 25 lines/s, 20 s left",
+    ]
+    quiet = translation._Progress(10, enabled=False)
+    now[0] = 99.0
+    quiet(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_done_is_counted(translator):
+    counts = []
+    translator.translate_n_best([*LINES, "the cat"], 1, progress=counts.append)
+    assert sum(counts) == 3  # the empty line takes no time

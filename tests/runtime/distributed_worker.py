@@ -1,0 +1,106 @@
+"""One of several processes that `test_distributed.py` starts: it runs every scenario and writes down what it found.
+
+python distributed_worker.py ADDRESS NUM_PROCESSES PROCESS_ID FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "training"), str(TESTS)]
+
+from transformer_jax.runtime import distributed
+
+# Before anything else may ask for a device.
+assert distributed.join(distributed.Cluster(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+
+import jax
+import numpy as np
+from tiny import make_batch, make_config, train
+
+from transformer_jax import run as commands
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps
+from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.config import Config
+from transformer_jax.training.sharding import make_mesh, put_batch, row_parts
+from transformer_jax.types import Batch, UserError
+
+INDEX, FOLDER = jax.process_index(), Path(sys.argv[4])
+
+
+def batches_on(mesh, send_at=-1):
+    """This process's rows of batches of 16 rows; before one of them it gets a SIGTERM."""
+
+    def batches(position):
+        while True:
+            if position == send_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            whole = make_batch(position, rows=16)
+            yield Batch(*(array[row_parts(mesh).rows(16)] for array in whole if array is not None))
+            position += 1
+
+    return batches
+
+
+def run(name, mesh, send_at=-1, **training):
+    """`fit`; before batch `send_at` the second process gets a SIGTERM."""
+    distributed.run_on_main(lambda: (FOLDER / name).mkdir(exist_ok=True))
+    batches = batches_on(mesh, send_at if INDEX == 1 else -1)
+    return train(FOLDER / name, make_config(**training), mesh=mesh, batches=batches)
+
+
+def failure(act):
+    try:
+        act()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def talk():
+    """What the processes tell each other."""
+
+    def fail_in_the_second():
+        if INDEX == 1:
+            raise UserError("no such file")
+
+    mesh = make_mesh(1, 1, 8)
+    return {
+        "put": [shard.data[:, 0].tolist() for shard in put_batch(np.arange(8)[:, None], mesh).addressable_shards],
+        "gather": distributed.gather({"index": INDEX, "text": "x" * 100 * INDEX}),
+        "broadcast_from_main": distributed.broadcast_from_main(["é\ud800", INDEX] if INDEX == 0 else None),
+        "together": failure(lambda: distributed.together(fail_in_the_second)),
+        "main_process_first": distributed.main_process_first(lambda: INDEX),
+        "check_same": failure(lambda: distributed.check_same("the configuration", str(INDEX))),
+        "check_shared": failure(lambda: distributed.check_shared(FOLDER, 0.1)),
+        "not_shared": failure(lambda: distributed.check_shared(FOLDER if INDEX == 0 else FOLDER / "talk", 0.1)),
+        "mesh": failure(lambda: make_mesh(3, 1, 1)),
+        "rows": {str(sizes): row_parts(make_mesh(*sizes)) for sizes in ((8, 1, 1), (2, 2, 2), (1, 1, 8))},
+    }
+
+
+def main():
+    (FOLDER / "talk").mkdir(exist_ok=True)
+    found = {"talk": talk()}
+    # A signal in one process, and a clock that only the first one is to look at.
+    clock = 1e-9 if INDEX == 0 else 1e9
+    outcome = run("data", make_mesh(8, 1, 1), 7, num_steps=50, keep_checkpoints=20, checkpoint_seconds=clock)
+    found["data"] = [outcome.step, outcome.interrupted_by, checkpoint_steps(RunDir(FOLDER / "data"))]
+    outcome = run("there", make_mesh(1, 8, 1))  # one process wrote its second step
+    too_fast = {"schedule": "constant", "peak_learning_rate": 1e38, "warmup_steps": 1}
+    found["diverged"] = failure(lambda: run("diverged", make_mesh(1, 8, 1), **too_fast))
+    table = outcome.state.params["embedding"]["table"]
+    found["shards"] = [list(shard.data.shape) for shard in table.addressable_shards]
+    found["axis"] = failure(
+        lambda: commands.train(Config.from_json((FOLDER / "odd.json").read_text()), FOLDER / "odd", lambda line: None)
+    )
+    lines = []
+    commands.train(Config.from_json((FOLDER / "command.json").read_text()), FOLDER / "command", lines.append)
+    found["lines"] = len(lines)
+    (FOLDER / f"{INDEX}.json").write_text(json.dumps(found, default=np.ndarray.tolist))
+
+
+main()

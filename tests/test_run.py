@@ -1,0 +1,302 @@
+"""The commands as functions: train, resume, finish, lengthen, fine-tune, evaluate, average. One tiny run serves all."""
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from transformer_jax import run as commands
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
+from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.data.pairs import Pairs
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.evaluation import evaluate as score_commands
+from transformer_jax.types import UserError
+
+ENGLISH = ["a", "the", "red", "blue", "dog", "cat", "house", "tree", "runs", "sees", "two", "three"]
+GERMAN = ["ein", "der", "rot", "blau", "hund", "katze", "haus", "baum", "rennt", "sieht", "zwei", "drei"]
+
+
+def write_corpus(folder: Path, train: int = 200, valid: int = 8, test: int = 12) -> None:
+    """Sentences of two to six words, translated word for word."""
+    rng = random.Random(0)
+    folder.mkdir(parents=True)
+    for split, count in (("train", train), ("valid", valid), ("test", test)):
+        rows = [[rng.randrange(len(ENGLISH)) for _ in range(rng.randrange(2, 7))] for _ in range(count)]
+        for language, words in (("en", ENGLISH), ("de", GERMAN)):
+            lines = "".join(" ".join(words[i] for i in row) + "\n" for row in rows)
+            (folder / f"{split}.{language}").write_text(lines, encoding="utf-8")
+
+
+def tiny_config(directory: Path, **training) -> Config:
+    return Config(
+        model=ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32),
+        data=DataConfig(source="text", directory=str(directory), batch_tokens=600, max_length=100, max_shapes=1),
+        training=TrainingConfig(
+            **{"num_steps": 4, "log_every": 1, "validate_every": 4, "checkpoint_every": 2, "valid_sentences": 2}
+            | {"num_samples": 1, "schedule": "constant", "warmup_steps": 1, "peak_learning_rate": 1e-2}
+            | training
+        ),
+        decoding=DecodingConfig(beam_size=1, max_length_offset=3),
+    )
+
+
+RECIPE = """
+import dataclasses
+from pathlib import Path
+from transformer_jax import Config
+
+def get_config(name="tiny"):
+    config = Config.from_json((Path(__file__).parent / "tiny.json").read_text())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=48)) if name == "wide" else config
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """What `tiny_run` made."""
+
+    folder: Path
+    said: list[str]
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "tiny"
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "corpus"
+
+    @property
+    def config(self) -> Config:
+        return RunDir(self.run).load_config()
+
+    def copy(self, to: Path) -> Path:
+        """A copy of the run, to be changed."""
+        return Path(shutil.copytree(self.run, to))
+
+
+_made: dict[Path, Tiny] = {}
+
+
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A corpus, a recipe and its finished run of 4 steps; made once for all files of this process."""
+    base = tmp_path_factory.getbasetemp()
+    if base not in _made:
+        folder = base / "tiny"
+        write_corpus(folder / "corpus")
+        (folder / "tiny.json").write_text(tiny_config(folder / "corpus").to_json())
+        (folder / "tiny.py").write_text(RECIPE)
+        said: list[str] = []
+        commands.train(tiny_config(folder / "corpus"), folder / "runs" / "tiny", said.append)
+        _made[base] = Tiny(folder, said)
+    return _made[base]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    return tiny_run(tmp_path_factory)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def params_of(run: Path, step: int):
+    folder = RunDir(run)
+    return load_params(folder.checkpoints / str(step), folder.load_config().model)
+
+
+def test_a_run_holds_all_that_later_commands_need(tiny):
+    run = RunDir(tiny.run)
+    assert run.load_config() == tiny_config(tiny.corpus)
+    assert run.tokenizer.joinpath("joint.json").is_file()
+    assert checkpoint_steps(run) == [2, 4]
+    training = [row for row in rows_of(run.metrics) if "loss" in row]
+    validation = [row for row in rows_of(run.metrics) if "loss" not in row]
+    assert [row["step"] for row in training] == [1, 2, 3, 4]
+    assert all({"learning_rate", "tokens_per_second"} <= row.keys() for row in training)
+    assert [row["step"] for row in validation] == [4]
+    assert {"valid_loss", "valid_perplexity", "valid_bleu"} <= validation[0].keys()
+    assert {"source", "reference", "translation"} <= rows_of(run.samples)[0].keys()
+
+
+def test_the_result_is_said_last_and_written(tiny):
+    result = json.loads(RunDir(tiny.run).result.read_text())
+    assert tiny.said[-1] == f"exact match {result['exact_match']:.2f} %"
+    assert result["num_sentences"] == 12
+    assert result["bleu_signature"].startswith("nrefs:1")
+    assert sum("  ->  " in line for line in tiny.said) >= 3, "a few translations are shown"
+    reports = [line for line in tiny.said if "200 pairs: 200 kept" in line]
+    assert len(reports) == 1, "what the filter left out is counted in the log"
+
+
+def test_training_on_packed_batches(tiny, tmp_path):
+    """Padding is said, one shape is compiled; the model learns."""
+    data = dataclasses.replace(tiny.config.data, batching="packed", packed_length=100, valid="", test="")
+    config = dataclasses.replace(tiny.config, data=data)
+    said: list[str] = []
+    commands.train(config, tmp_path / "run", said.append)
+    assert any("in 1 shape(s)" in line for line in said)
+    losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_finished_run_says_so_and_says_its_result_again(tiny):
+    before = RunDir(tiny.run).metrics.read_bytes()
+    said: list[str] = []
+    assert commands.train(tiny.config, tiny.run, said.append) is None
+    assert said[0] == f"{tiny.run} is finished: step 4 of 4"
+    assert said[-1] == tiny.said[-1]
+    assert RunDir(tiny.run).metrics.read_bytes() == before
+
+
+def test_a_run_cut_short_goes_on_to_the_same_end_bit_for_bit(tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "4")
+    (run / "result.json").write_text('{"stale": true}')
+    said: list[str] = []
+    outcome = commands.train(tiny.config, run, said.append)
+    assert outcome.step == 4
+    assert f"resuming {run} at step 2" in said
+    jax.tree.map(np.testing.assert_array_equal, params_of(run, 4), params_of(tiny.run, 4))
+    assert [row["step"] for row in rows_of(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+    assert json.loads((run / "result.json").read_text())["num_sentences"] == 12
+
+
+def test_while_a_run_is_lengthened_its_old_result_is_gone(tiny, tmp_path, monkeypatch):
+    run = tiny.copy(tmp_path / "run")
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "fit", killed)
+    longer = dataclasses.replace(tiny.config, training=dataclasses.replace(tiny.config.training, num_steps=6))
+    with pytest.raises(KeyboardInterrupt):
+        commands.train(longer, run, lambda line: None)
+    assert not (run / "result.json").exists()
+
+
+def test_another_configuration_is_refused_with_both_values(tiny):
+    other = dataclasses.replace(tiny.config, model=dataclasses.replace(tiny.config.model, d_ff=64))
+    with pytest.raises(UserError, match=r"model\.d_ff 32 -> 64"):
+        commands.train(other, tiny.run)
+    assert tiny.config.model.d_ff == 32
+
+
+def test_a_start_that_failed_binds_nobody(tiny, tmp_path):
+    run, config = tmp_path / "run", tiny.config
+    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, directory=str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="nowhere"):
+        commands.train(wrong, run)
+    wrong = dataclasses.replace(config, training=dataclasses.replace(config.training, init_from=str(tmp_path / "gone")))
+    with pytest.raises(UserError, match=r"gone is not a run: it has no config\.json"):
+        commands.train(wrong, run)
+    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=1, max_length_ratio=1.0))
+    with pytest.raises(UserError, match="max_length"):
+        commands.train(wrong, run)
+    RunDir(run).open_for_training(config, is_bound=False)
+    assert RunDir(run).load_config() == config
+
+
+def test_init_from_another_function_is_refused(tiny, tmp_path):
+    model = dataclasses.replace(tiny.config.model, norm_position="pre")
+    training = dataclasses.replace(tiny.config.training, init_from=str(tiny.run))
+    with pytest.raises(UserError, match="norm_position 'post' there, 'pre' here"):
+        commands.train(dataclasses.replace(tiny.config, model=model, training=training), tmp_path / "run")
+
+
+def test_other_training_text_is_refused_on_resumption(tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    shutil.copytree(tiny.corpus, tmp_path / "corpus")
+    first = tmp_path / "corpus" / "train.en"
+    first.write_text(first.read_text().replace("dog", "cat"))
+    data = dataclasses.replace(tiny.config.data, directory=str(tmp_path / "corpus"))
+    training = dataclasses.replace(tiny.config.training, num_steps=6)
+    config = dataclasses.replace(tiny.config, data=data, training=training)
+    (run / "config.json").write_text(config.to_json())
+    with pytest.raises(UserError, match=r"train\.en and .* not the sentence pairs that .* up to step 4"):
+        commands.train(config, run)
+
+
+def test_fewer_steps_than_done_are_refused(tiny):
+    training = dataclasses.replace(tiny.config.training, num_steps=1)
+    with pytest.raises(UserError, match=r"training\.num_steps is 1; .* has done \d+ steps"):
+        commands.train(dataclasses.replace(tiny.config, training=training), tiny.run)
+
+
+def test_a_folder_of_something_else_stays_as_it_is(tiny, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["MarianMTModel"]}')
+    with pytest.raises(UserError, match="unknown field architectures"):
+        commands.train(tiny.config, tmp_path)
+    assert "Marian" in (tmp_path / "config.json").read_text()
+
+
+def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_path):
+    # Other text and a rate of almost nothing: what comes out is what was taken.
+    write_corpus(tmp_path / "corpus", train=20, test=2)
+    for name in ("train.en", "train.de"):
+        path = tmp_path / "corpus" / name
+        path.write_text(path.read_text().replace("a", "zyx"))
+    config = tiny_config(
+        tmp_path / "corpus", num_steps=1, init_from=str(tiny.run), peak_learning_rate=1e-12, valid_sentences=0
+    )
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid="", test=""))
+    outcome = commands.train(config, tmp_path / "run", lambda line: None)
+    assert outcome.step == int(outcome.state.step) == 1
+    assert (tmp_path / "run/tokenizer/joint.json").read_text() == (tiny.run / "tokenizer/joint.json").read_text()
+    jax.tree.map(
+        lambda new, old: np.testing.assert_allclose(new, old, atol=1e-6),
+        params_of(tmp_path / "run", 1),
+        params_of(tiny.run, 4),
+    )
+    # A run without a test split is finished all the same.
+    said: list[str] = []
+    assert commands.train(config, tmp_path / "run", said.append) is None
+    assert said == [f"{tmp_path / 'run'} is finished: step 1 of 1"]
+
+
+def test_evaluate_scores_a_split_or_given_pairs(tiny):
+    test = score_commands.evaluate(tiny.run)
+    result = json.loads(RunDir(tiny.run).result.read_text())
+    for name in ("bleu", "chrf", "exact_match", "num_sentences", "bleu_signature"):
+        assert test[name] == result[name]
+    assert test["loss"] == pytest.approx(result["loss"], rel=1e-5)
+    assert score_commands.evaluate(tiny.run, split="valid")["num_sentences"] == 8
+    translations = Translator.load(tiny.run).translate(["a dog", "the cat"])
+    perfect = score_commands.evaluate(tiny.run, Pairs(["a dog", "the cat"], translations, "here"))
+    assert perfect["exact_match"] == 100
+    with pytest.raises(UserError, match="legal: train, valid, test"):
+        score_commands.evaluate(tiny.run, split="dev")
+
+
+def test_evaluate_without_such_a_split(tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    config = dataclasses.replace(tiny.config, data=dataclasses.replace(tiny.config.data, test=""))
+    (run / "config.json").write_text(config.to_json())
+    with pytest.raises(UserError, match=r"data\.test is empty"):
+        score_commands.evaluate(run)
+
+
+def test_average_is_the_mean_of_the_last_checkpoints(tiny, tmp_path):
+    run = tiny.copy(tmp_path / "run")
+    with pytest.raises(UserError, match="no averaged checkpoint"):
+        Translator.load(run, checkpoint="average")
+    assert score_commands.average(run, 2) == [2, 4]
+    averaged = Translator.load(run, checkpoint="average").params
+    jax.tree.map(
+        lambda mean, one, two: np.testing.assert_allclose(mean, (np.asarray(one) + np.asarray(two)) / 2, atol=1e-6),
+        averaged,
+        params_of(run, 2),
+        params_of(run, 4),
+    )
+    for last in (0, 3):
+        with pytest.raises(UserError, match=rf"has 2 checkpoints \[2, 4\]; the last {last} cannot be averaged"):
+            score_commands.average(run, last)

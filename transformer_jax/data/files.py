@@ -1,0 +1,163 @@
+"""Sentence pairs from files: two parallel text files, tab-separated values, or JSON lines; packed or not."""
+
+import codecs
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.config import DataConfig
+from transformer_jax.data.pairs import Pairs, clean_sentence
+from transformer_jax.types import UserError
+
+_SUFFIXES = ("", ".gz", ".xz", ".zst")
+
+
+def read_text(config: DataConfig, stem: str) -> Pairs:
+    """`{directory}/{stem}.{language}` for both languages, one sentence a line. See `read_split` for the errors."""
+    paths = [
+        _find(config.directory, f"{stem}.{language}") for language in (config.source_language, config.target_language)
+    ]
+    source, target = (read_lines(path) for path in paths)
+    if len(source) != len(target):
+        raise UserError(
+            f"{paths[0]} has {len(source)} lines and {paths[1]} has {len(target)}: "
+            "line n of one must be the translation of line n of the other"
+        )
+    return Pairs(source, target, f"{paths[0]} and {paths[1]}")
+
+
+def read_tsv(config: DataConfig, stem: str) -> Pairs:
+    """Two columns of `{directory}/{stem}.tsv`. Columns are split at tabs and nothing else: quotes are text.
+
+    Columns are named by the first line, or, where both are given as numbers (from 1), there is no such line.
+    """
+    path = _find(config.directory, f"{stem}.tsv")
+    wanted = _columns(config)
+    lines = enumerate(_numbered_lines(path), 1)
+    first = next(lines, (1, ""))[1].split("\t")
+    numbered = [name.isdecimal() and len(name) < 10 for name in wanted]
+    if all(numbered):
+        places = [int(name) - 1 for name in wanted]
+        for place in places:
+            if not 0 <= place < len(first):
+                raise UserError(f"{path}, line 1: no column {place + 1}; there are {len(first)}, numbered from 1")
+        rows = [first]
+    elif any(numbered):
+        raise UserError(f"data.source_column, data.target_column are {wanted}: give two names or two numbers")
+    else:
+        for name in wanted:
+            if name not in first:
+                raise UserError(
+                    f"{path}, line 1: no column {name!r} among {first}; set data.source_column and "
+                    "data.target_column, as numbers from 1 if the file has no line of names"
+                )
+        places = [first.index(name) for name in wanted]
+        rows = []
+    for number, line in lines:
+        row = line.split("\t")
+        if len(row) != len(first):
+            raise UserError(f"{path}, line {number}: {len(row)} columns, but line 1 has {len(first)}")
+        rows.append(row)
+    return Pairs([row[places[0]] for row in rows], [row[places[1]] for row in rows], str(path))
+
+
+def read_jsonl(config: DataConfig, stem: str) -> Pairs:
+    """Two keys of `{directory}/{stem}.jsonl`, one JSON object a line, or of the object under its key `translation`."""
+    path = _find(config.directory, f"{stem}.jsonl")
+    names = _columns(config)
+    sides: tuple[list[str], list[str]] = ([], [])
+    for number, line in enumerate(_numbered_lines(path), 1):
+        where = f"{path}, line {number}"
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON: {error}") from error
+        if isinstance(row, dict) and isinstance(row.get("translation"), dict):
+            row = row["translation"]
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: {line:.80}; each line must be a JSON object")
+        for name, side in zip(names, sides, strict=True):
+            if name not in row:
+                raise UserError(
+                    f"{where}: no key {name!r} among {list(row)}; set data.source_column and data.target_column"
+                )
+            side.append(clean_sentence(row[name], f"{where}, key {name!r}"))
+    return Pairs(sides[0], sides[1], str(path))
+
+
+def read_lines(path: Path) -> list[str]:
+    r"""The lines of a text file in UTF-8, unpacked if it ends with .gz, .xz or .zst.
+
+    A line ends at "\n" and nowhere else; one "\r" before it is dropped, as is a byte-order mark at the beginning.
+
+    Raises:
+        UserError: the file is missing, damaged or not UTF-8; names the file and the line.
+    """
+    return list(_numbered_lines(path))
+
+
+def _numbered_lines(path: Path) -> Iterator[str]:
+    for number, line in enumerate(io.BytesIO(_read_bytes(path).removeprefix(codecs.BOM_UTF8)), 1):
+        try:
+            text = line.removesuffix(b"\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: not valid UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}; "
+                "convert the file to UTF-8"
+            ) from error
+        yield text.removesuffix("\r")
+
+
+def _read_bytes(path: Path) -> bytes:
+    """The whole file, unpacked. Every damage to a packed file is found here, before a line of it is used."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        if path.suffix == ".gz":
+            return _unpack(data, lambda: zlib.decompressobj(wbits=31))  # 31: with the head and sum of gzip
+        if path.suffix == ".xz":
+            return _unpack(data, lzma.LZMADecompressor)
+        if path.suffix == ".zst":
+            import zstandard
+
+            return _unpack(data, zstandard.ZstdDecompressor().decompressobj)
+    except Exception as error:  # each library has its own
+        raise UserError(f"{path}: damaged, cannot be unpacked: {error}; fetch or pack it again") from error
+    return data
+
+
+def _unpack(data: bytes, decompressor: Callable[[], Any]) -> bytes:
+    """One packed part after the other. Unlike the libraries' own readers, this sees a cut and a tail of rubbish."""
+    parts = []
+    while True:
+        part = decompressor()
+        parts.append(part.decompress(data))
+        if not part.eof:
+            raise EOFError("it ends too early")
+        data = part.unused_data.lstrip(b"\0")  # gzip and xz allow zeros after a part
+        if not data:
+            return b"".join(parts)
+
+
+def _find(directory: str, name: str) -> Path:
+    """The one file of this name, packed or not."""
+    paths = [Path(directory).expanduser() / (name + suffix) for suffix in _SUFFIXES]
+    found = [path for path in paths if path.is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f"{' and '.join(map(str, found))} both exist; remove all but one")
+    raise UserError(
+        f"no file {', '.join(map(str, paths[:-1]))} or {paths[-1]}; the docstring of the config says how to get the "
+        "data, and data.directory, data.train, data.valid and data.test where it is looked for"
+    )
+
+
+def _columns(config: DataConfig) -> list[str]:
+    return [config.source_column or config.source_language, config.target_column or config.target_language]

@@ -1,0 +1,114 @@
+"""What `transformer-jax parsing` does: a treebank as a corpus of sentence pairs, and F1 of a run's parses."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.checkpoint.run_dir import write_atomically, write_output
+from transformer_jax.data.corpus import read_split
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.experiments.parsing.bracketing import score_brackets
+from transformer_jax.experiments.parsing.linearization import delinearize, linearize
+from transformer_jax.experiments.parsing.trees import Tree, clean, read_trees
+from transformer_jax.types import UserError
+
+WORDS, TREE = "words", "tree"
+"""The "languages" of a parsing corpus: STEM.words has a sentence a line, STEM.tree its linearized tree."""
+
+
+def prepare(splits: dict[str, Sequence[Path]], output: Path, say: Callable[[str], None] = print) -> None:
+    """Writes STEM.words and STEM.tree into a folder, for `data.source` text.
+
+    Args:
+        splits: for each stem, such as train, its files of trees in bracket form, packed or not.
+        output: the folder.
+        say: called with a line for each split.
+
+    Raises:
+        UserError: a file that cannot be read, or is none of trees; a split without any; a folder that cannot be
+            written.
+    """
+    for stem, files in splits.items():
+        trees = [clean(tree) for file in files for tree in read_trees(file)]
+        kept = [tree for tree in trees if tree.children]
+        if not kept:
+            raise UserError(f"{', '.join(map(str, files))}: no tree with a word in it")
+        sides = {WORDS: [_words(tree) for tree in kept], TREE: [linearize(tree) for tree in kept]}
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            for language, rows in sides.items():
+                write_atomically(output / f"{stem}.{language}", "".join(" ".join(row) + "\n" for row in rows))
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+        longest = {language: max(map(len, rows)) for language, rows in sides.items()}
+        symbols = len({token for row in sides[TREE] for token in row})
+        say(
+            f"{output / stem}.{WORDS} and .{TREE}: {len(kept)} trees, {len(trees) - len(kept)} without words left out; "
+            f"at most {longest[WORDS]} words and {longest[TREE]} tokens of a tree, {symbols} different ones"
+        )
+
+
+def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding: Any) -> dict[str, Any]:
+    """Labeled bracketing F1 of a run's parses of `stem` in its data folder.
+
+    The parses get the gold trees' tags. What is no tree is repaired as `delinearize` says, and counted; a parse that
+    holds no constituent fails, and counts as one without brackets: all of the gold tree's are missed.
+
+    Args:
+        run: a run trained on what `prepare` wrote.
+        stem: a split there.
+        output: a file for the parses in bracket form, a line each.
+        decoding: replaces fields of the run's `decoding` section.
+
+    Raises:
+        UserError: no such run or split, or its lines are no trees.
+    """
+    translator = Translator.load(run, **decoding)
+    pairs = read_split(dataclasses.replace(translator.config.data, test=stem), "test")
+    assert pairs is not None  # the stem has a name
+    rows = zip(pairs.source, pairs.target, strict=True)
+    gold = [_gold_tree(words, tree, f"{pairs.origin}, line {number}") for number, (words, tree) in enumerate(rows, 1)]
+    reads = [
+        delinearize(parse.split(), _words(tree), [leaf.label for leaf in tree.leaves()])
+        for parse, tree in zip(translator.translate(list(pairs.source)), gold, strict=True)
+    ]
+    if output is not None:
+        write_output(output, "".join(f"{read.tree}\n" for read in reads))
+    scores = score_brackets(zip(gold, (read.tree for read in reads), strict=True))
+    states = Counter(read.state for read in reads)
+    return {
+        "run": str(run),
+        "checkpoint": translator.config.decoding.checkpoint,
+        "split": stem,
+        **dataclasses.asdict(scores),
+        **{state: states[state] for state in ("whole", "repaired", "failed")},
+    }
+
+
+def say_score(result: dict[str, Any], say: Callable[[str], None] = print) -> None:
+    """A result of `score` as lines, the last of them `F1 88.12`."""
+    say(f"{result['run']}, checkpoint {result['checkpoint']}, {result['split']}")
+    say(
+        f"{result['num_sentences']} parses: {result['whole']} whole trees, {result['repaired']} repaired, "
+        f"{result['failed']} failed; {result['complete_match']:.2f} % equal the gold tree"
+    )
+    say(
+        f"precision {result['precision']:.2f}, recall {result['recall']:.2f} (EVALB: labeled brackets, without "
+        "punctuation and the root, ADVP = PRT)"
+    )
+    say(f"F1 {result['f1']:.2f}")
+
+
+def _words(tree: Tree) -> list[str]:
+    return [leaf.word for leaf in tree.leaves()]
+
+
+def _gold_tree(words: str, tree: str, where: str) -> Tree:
+    gold = delinearize(tree.split(), words.split()).tree
+    if linearize(gold) != tree.split():
+        raise UserError(
+            f"{where}: not a tree over the words of its sentence; `transformer-jax parsing prepare` makes both"
+        )
+    return gold

@@ -1,0 +1,1 @@
+"""Process set-up, files and communication between processes."""

@@ -1,0 +1,270 @@
+"""Plots of runs side by side, and of recipes: learning curves, schedules, lengths, padding, positions."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.config import Config
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.encoding import EncodedPairs, load_cached, load_or_encode
+from transformer_jax.data.loader import plan_batches
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.model.positional import sinusoids
+from transformer_jax.presets import load_recipe
+from transformer_jax.training.optimizer import make_schedule
+from transformer_jax.types import UserError
+from transformer_jax.visualization.canvas import COLOURS, drawing
+
+Panel = Literal["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding", "positions"]
+
+_POSITIONS = 100  # shown of the positional encoding
+
+
+class Curve(NamedTuple):
+    """What a run or recipe contributes to a panel."""
+
+    x: np.ndarray
+    y: np.ndarray
+    note: str
+    """What sets it apart from others of the same run, or nothing."""
+    style: dict[str, Any]
+    """matplotlib's, beside the run's color."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run, or a recipe."""
+
+    name: str
+    config: Config
+    run: RunDir | None
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of `metrics.jsonl`; lines that are damaged are left out."""
+        if self.run is None or not self.run.metrics.is_file():
+            return []
+        rows = []
+        for line in self.run.metrics.read_text(encoding="utf-8", errors="replace").split("\n"):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            rows += [row] if isinstance(row, dict) and "step" in row else []
+        return rows
+
+    @cached_property
+    def encoded(self) -> EncodedPairs | None:
+        """The run's training pairs: those it keeps encoded, or the corpus read again. None for a recipe.
+
+        Raises:
+            UserError: the run keeps none, and the corpus is not where it was.
+        """
+        if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
+            return None
+        if self.run.data_sha256.is_file():
+            cached = load_cached(self.run.cache, "train", self.run.data_sha256.read_text(errors="replace").strip())
+            if cached is not None:
+                return cached
+        pairs = read_split(self.config.data, "train")
+        assert pairs is not None  # data.train is never empty
+        return load_or_encode(self.config, "train", TokenizerPair.load(self.run.tokenizer), self.run.cache, pairs)
+
+
+def load_subject(name: str) -> Subject:
+    """A run's folder, or a recipe: FILE or FILE:NAME.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if Path(name).is_dir():
+        run = RunDir(Path(name))
+        return Subject(name.rstrip("/"), run.load_config(), run)
+    return Subject(name, load_recipe(name), None)
+
+
+def logged(subject: Subject, value: str) -> list[Curve]:
+    """A figure of `metrics.jsonl` by step; null, which stands for what is not finite, is a gap."""
+    rows = [row for row in subject.metrics if value in row]
+    steps, values = ([row[name] for row in rows] for name in ("step", value))
+    # Few points are marked: a single one would not be seen.
+    style = {"marker": "o", "markersize": 3} if len(rows) <= 12 else {"linewidth": 1}
+    return [Curve(np.array(steps), np.array(values, float), "", style)] if rows else []
+
+
+def learning_rates(subject: Subject) -> list[Curve]:
+    """The schedule over all steps of the recipe, from step 1 on."""
+    training = subject.config.training
+    warmup = min(training.warmup_steps, training.num_steps)
+    steps = np.unique(np.concatenate([np.linspace(1, training.num_steps, 400), [warmup]]).astype(int))
+    schedule = make_schedule(training, subject.config.model.d_model)
+    return [Curve(steps, np.array(jax.vmap(schedule)(steps - 1)), "", {})]
+
+
+def lengths(subject: Subject) -> list[Curve]:
+    """The share of training pairs by their number of tokens, EOS counted."""
+    if subject.encoded is None:
+        return []
+    curves = []
+    for note, side in (("source", subject.encoded.source_lengths), ("target", subject.encoded.target_lengths)):
+        shares = np.bincount(side) / len(side)
+        style = {"drawstyle": "steps-mid", "linestyle": "-" if note == "source" else "--"}
+        curves.append(Curve(np.arange(len(shares)), 100 * shares, note, style))
+    return curves
+
+
+def padding(subject: Subject) -> list[Curve]:
+    """The share of padding in each batch of the first epoch, empty rows counted, by the longer side of its shape."""
+    if subject.encoded is None:
+        return []
+    plan, encoded = plan_batches(subject.config, subject.encoded), subject.encoded
+    tokens = encoded.source_lengths + encoded.target_lengths
+    x, y = [], []
+    for index in range(plan.batches_per_epoch):
+        shape, pairs, _ = plan.rows(index)
+        x.append(max(shape.src_length, shape.tgt_length))
+        y.append(100 * (1 - tokens[pairs].sum() / (shape.rows * (shape.src_length + shape.tgt_length))))
+    note = f"{plan.padding_share:.1%} of all positions"
+    return [Curve(np.array(x), np.array(y), note, {"linestyle": "", "marker": "o", "markersize": 3, "alpha": 0.4})]
+
+
+def positional_encoding(subject: Subject) -> np.ndarray:
+    """The vectors of the first positions: [positions, d_model].
+
+    Raises:
+        UserError: they are learned, so that a recipe has none.
+    """
+    model = subject.config.model
+    if model.positions != "learned":
+        return sinusoids(_POSITIONS, model.d_model, model.positions, model.position_exponent, model.position_offset)
+    if subject.run is None:
+        raise UserError(f"{subject.name}: model.positions is 'learned': name a run, which has learned them")
+    from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
+
+    chosen = subject.config.decoding.checkpoint
+    params = load_params(resolve_checkpoint(subject.run, chosen, subject.config.training.best_by), model)
+    return np.asarray(params["source_positions"]["table"], np.float32)[model.position_offset :][:_POSITIONS]
+
+
+class _Plot(NamedTuple):
+    """A panel's labels, and the curves of a subject in it."""
+
+    x: str
+    y: str
+    curves: Callable[[Subject], list[Curve]]
+
+
+_PLOTS: dict[Panel, _Plot] = {
+    "loss": _Plot("step", "training loss", lambda subject: logged(subject, "loss")),
+    "valid_loss": _Plot("step", "validation loss", lambda subject: logged(subject, "valid_loss")),
+    "bleu": _Plot("step", "validation BLEU", lambda subject: logged(subject, "valid_bleu")),
+    "learning_rate": _Plot("step", "learning rate", learning_rates),
+    "lengths": _Plot("tokens", "% of training pairs", lengths),
+    "padding": _Plot("longer side of the batch, tokens", "% padding of a batch", padding),
+}
+
+
+def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> list[str]:
+    """Plots runs and recipes side by side.
+
+    Args:
+        names: folders of runs, and recipes: FILE or FILE:NAME.
+        output: a .png, .svg or .pdf file.
+        panels: which plots; none: all that these runs and recipes have something for, without `positions`.
+
+    Returns:
+        The panels drawn.
+
+    Raises:
+        UserError: no such run or recipe, nothing to plot, or as `canvas.drawing`.
+    """
+    unknown = set(panels) - set(get_args(Panel))
+    if unknown:
+        raise UserError(f"panels has {', '.join(sorted(unknown))}; legal: {', '.join(get_args(Panel))}")
+    subjects = [load_subject(name) for name in names]
+    pictures: list[tuple[str, Callable[[Any, Any], None]]] = []
+    for panel in panels or _PLOTS:
+        if panel == "positions":
+            pictures += [(f"positions of {one.name}", partial(_draw_positions, subject=one)) for one in subjects]
+            continue
+        curves = [_curves(panel, subject, is_asked=bool(panels)) for subject in subjects]
+        if any(curves):
+            pictures.append((panel, partial(_draw_curves, panel=panel, subjects=subjects, drawn=curves)))
+    if not pictures:
+        raise UserError(
+            f"{', '.join(names)}: nothing to plot: {', '.join(panels)} needs the metrics or the corpus of a run"
+        )
+    columns = min(3, len(pictures))
+    rows = math.ceil(len(pictures) / columns)
+    with drawing(output, 4.4 * columns, 3.2 * rows) as figure:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(pictures) :]:
+            axes.set_axis_off()
+        for axes, (_, draw) in zip(grid.flat, pictures, strict=False):
+            draw(figure, axes)
+    return [name for name, _ in pictures]
+
+
+def _curves(panel: Panel, subject: Subject, *, is_asked: bool) -> list[Curve]:
+    """A subject's curves; without a corpus that nobody asked for, none, with a warning."""
+    try:
+        return _PLOTS[panel].curves(subject)
+    except UserError as error:
+        if is_asked:
+            raise
+        warnings.warn(f"{subject.name} without lengths and padding: {error}", stacklevel=3)
+        return []
+
+
+def _draw_curves(
+    figure: Any, axes: Any, panel: Panel, subjects: Sequence[Subject], drawn: Sequence[list[Curve]]
+) -> None:
+    labels = _PLOTS[panel]
+    has_legend = sum(map(bool, drawn)) > 1
+    for place, (subject, curves) in enumerate(zip(subjects, drawn, strict=True)):
+        for curve in curves:
+            names = [subject.name] if len(subjects) > 1 else []
+            label = ", ".join([*names, *([curve.note] if curve.note else [])])
+            has_legend |= bool(curve.note)
+            axes.plot(curve.x, curve.y, color=COLOURS[place % len(COLOURS)], label=label, **curve.style)
+    axes.set_xlabel(labels.x)
+    axes.set_ylabel(labels.y)
+    axes.locator_params(axis="x", nbins=6)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel in ("bleu", "learning_rate", "lengths", "padding"):
+        axes.set_ylim(bottom=0)
+    if panel == "valid_loss":
+        right = axes.secondary_yaxis("right", functions=(np.exp, np.log))
+        right.set_ylabel("perplexity")
+        # Evenly spread in logarithms, as the losses are; where these are few, matplotlib's own.
+        low, high = np.exp(axes.get_ylim())
+        ticks = [first * 10**power for power in range(6) for first in (1, 2, 5) if low <= first * 10**power <= high]
+        if len(ticks) >= 3:
+            right.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+    if has_legend:
+        axes.legend(fontsize=7)
+
+
+def _draw_positions(figure: Any, axes: Any, subject: Subject) -> None:
+    table, columns = positional_encoding(subject), "dimension"
+    if subject.config.model.positions == "interleaved":  # side by side, sines and cosines would be a blur
+        table, columns = (
+            np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1),
+            "dimensions 0, 2, ..., then 1, 3, ...",
+        )
+    largest = float(np.abs(table).max())
+    image = axes.imshow(table, aspect="auto", cmap="RdBu", vmin=-largest, vmax=largest, interpolation="nearest")
+    axes.set_xlabel(columns)
+    axes.set_ylabel("position")
+    axes.set_title(subject.name, fontsize=9)
+    figure.colorbar(image, ax=axes)
