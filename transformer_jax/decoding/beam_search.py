@@ -27,20 +27,20 @@ from transformer_jax.decoding.search import (
 from transformer_jax.decoding.stopping import RULES, LengthPenalty, Progress, Setting, Stopping
 from transformer_jax.decoding.top_k import best_tokens, top
 
-ReorderFn = Callable[[State, Int[Array, "rows"]], State]
+ReorderFn = Callable[[State, Int[Array, " rows"]], State]
 
 
 class _Beam(NamedTuple):
     """What the loop of `beam_search` carries."""
 
     step: Int[Array, ""]
-    last: Int[Array, "b*k"]
+    last: Int[Array, " b*k"]
     progress: Progress
-    done: Bool[Array, "b"]
+    done: Bool[Array, " b"]
     state: State
 
 
-def reorder_rows(state: State, rows: Int[Array, "rows"]) -> State:
+def reorder_rows(state: State, rows: Int[Array, " rows"]) -> State:
     """Row i of every array becomes what row `rows[i]` was; scalars (a position, say) stay as they are."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0) if jnp.ndim(leaf) else leaf, state)
 
@@ -51,7 +51,7 @@ def beam_search(
     reorder_fn: ReorderFn = reorder_rows,
     *,
     beam_size: int,
-    max_lengths: Int[Array, "b"],
+    max_lengths: Int[Array, " b"],
     max_length: int,
     start_id: int,
     eos_id: int,

@@ -70,7 +70,7 @@ def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> 
 def search(
     params: Params | Prepared | tuple[Prepared, ...],
     src: Int[Array, "b s"],
-    limits: Int[Array, "b"],
+    limits: Int[Array, " b"],
     *,
     model: Transformer | tuple[Transformer, ...],
     decoding: DecodingConfig,
@@ -114,7 +114,7 @@ def search(
         for prepared, one in zip(params, model, strict=True)
     ]
 
-    def step_fn(tokens: Int[Array, "rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
+    def step_fn(tokens: Int[Array, " rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
         steps = [step(tokens, cache) for (step, _), cache in zip(members, caches, strict=True)]
         return mean_of_probabilities([logits for logits, _ in steps]), tuple(cache for _, cache in steps)
 

@@ -39,14 +39,14 @@ class Sampling:
 
 def draw_tokens(
     logits: Float[Array, "rows v"],
-    keys: Key[Array, "rows"],
+    keys: Key[Array, " rows"],
     sampling: Sampling,
     pad_id: int,
     forbidden_ids: Sequence[int] = (),
     *,
     renormalize_logits: bool = False,
-    forced: Int[Array, "rows"] | None = None,
-) -> tuple[Float[Array, "rows"], Int[Array, "rows"]]:
+    forced: Int[Array, " rows"] | None = None,
+) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
     """A token for each row, drawn with its key, and log P of it by the model, at temperature 1 and nothing cut.
 
     If nothing may be generated, log P is -inf. The other arguments are those of `best_tokens.best_tokens`.

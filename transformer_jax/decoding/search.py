@@ -57,7 +57,7 @@ def where(condition: Bool[Array, "..."], yes: Array, no: Array) -> Array:
 
 
 State = Any  # a pytree of arrays: the key-value cache of a model, say
-StepFn = Callable[[Int[Array, "rows"], State], tuple[Float[Array, "rows v"], State]]
+StepFn = Callable[[Int[Array, " rows"], State], tuple[Float[Array, "rows v"], State]]
 GrowFn = Callable[[State, int], State]
 
 
@@ -76,13 +76,13 @@ class Watched(NamedTuple):
     """The hypotheses that go on, best first; log-probability -inf: none."""
     finished: SearchResult
     """The best that ended so far, best first; score -inf: none."""
-    bound: Float[Array, "b"]
+    bound: Float[Array, " b"]
     """What the best live hypothesis is taken to be able to score; NaN where the search compares no scores."""
-    at_limit: Bool[Array, "b"]
+    at_limit: Bool[Array, " b"]
     """Whether this is the last step that the sentence may take."""
-    done: Bool[Array, "b"]
+    done: Bool[Array, " b"]
     """Whether the sentence is done after this step."""
-    skipped: Bool[Array, "b"]
+    skipped: Bool[Array, " b"]
     """Whether it was done before, so that this step changed nothing."""
 
 
@@ -101,7 +101,7 @@ def until_done(advance: Callable[[Any], Any], search: Any, lengths: Sequence[int
     return jax.lax.cond(jnp.all(search.done), lambda search: search._replace(state=None), go_on, search)
 
 
-def forced_tokens(prefix: Int[Array, "b p"] | None, step: Int[Array, ""], n: int = 1) -> Int[Array, "rows"] | None:
+def forced_tokens(prefix: Int[Array, "b p"] | None, step: Int[Array, ""], n: int = 1) -> Int[Array, " rows"] | None:
     """The tokens of the prefixes at this step, for n hypotheses each; -1: none."""
     if prefix is None:
         return None
@@ -114,7 +114,7 @@ def show(watch: Watch, watched: Watched) -> None:
     io_callback(lambda shown: watch(jax.tree.map(np.asarray, shown)), None, watched, ordered=True)
 
 
-def score_dtype(step_fn: StepFn, tokens: Int[Array, "rows"], state: State) -> jnp.dtype:
+def score_dtype(step_fn: StepFn, tokens: Int[Array, " rows"], state: State) -> jnp.dtype:
     """The dtype of the log-probabilities, found without computing anything."""
     logits, _ = jax.eval_shape(step_fn, tokens, state)
     return jnp.promote_types(logits.dtype, jnp.float32)
@@ -124,7 +124,7 @@ def greedy_search(
     step_fn: StepFn,
     state: State,
     *,
-    max_lengths: Int[Array, "b"],
+    max_lengths: Int[Array, " b"],
     max_length: int,
     start_id: int,
     eos_id: int,
@@ -185,7 +185,7 @@ def sample(
     keys: Key[Array, "b n"],
     sampling: Sampling,
     *,
-    max_lengths: Int[Array, "b"],
+    max_lengths: Int[Array, " b"],
     max_length: int,
     start_id: int,
     eos_id: int,
@@ -241,9 +241,9 @@ def sample(
 def _token_by_token(
     step_fn: StepFn,
     state: State,
-    choose: Callable[[Float[Array, "rows v"], Int[Array, ""]], tuple[Float[Array, "rows"], Int[Array, "rows"]]],
+    choose: Callable[[Float[Array, "rows v"], Int[Array, ""]], tuple[Float[Array, " rows"], Int[Array, " rows"]]],
     *,
-    max_lengths: Int[Array, "rows"],
+    max_lengths: Int[Array, " rows"],
     max_length: int,
     start_id: int,
     eos_id: int,
@@ -302,14 +302,14 @@ class _Single(NamedTuple):
 
     step: Int[Array, ""]
     tokens: Int[Array, "rows l"]
-    last: Int[Array, "rows"]
-    log_probs: Float[Array, "rows"]
-    lengths: Int[Array, "rows"]
-    done: Bool[Array, "rows"]
+    last: Int[Array, " rows"]
+    log_probs: Float[Array, " rows"]
+    lengths: Int[Array, " rows"]
+    done: Bool[Array, " rows"]
     state: State
 
 
-def _watched_single(before: _Single, after: _Single, eos_id: int, limits: Int[Array, "b"]) -> Watched:
+def _watched_single(before: _Single, after: _Single, eos_id: int, limits: Int[Array, " b"]) -> Watched:
     """A step without a beam: one continuation, which ends or goes on."""
     candidates = SearchResult(
         tokens=after.tokens[:, None],

@@ -54,7 +54,7 @@ class Setting:
     n_best: int
     alpha: float
     length_penalty: LengthPenalty
-    limits: Int[Array, "b"]
+    limits: Int[Array, " b"]
 
     def penalty(self, lengths: Int[Array, "..."]) -> Float[Array, "..."]:
         """The length penalty of this search."""
@@ -73,13 +73,13 @@ class Progress(NamedTuple):
     """The k best hypotheses that go on, best first."""
     finished: SearchResult
     """The k best that ended, best first; a score of -inf is a free place."""
-    num_finished: Int[Array, "b"]
+    num_finished: Int[Array, " b"]
     """How many ended so far, kept or not."""
-    top_finished: Bool[Array, "b"]
+    top_finished: Bool[Array, " b"]
     """Whether the best continuation of some step was an end."""
 
 
-def _paper_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, "b"]:
+def _paper_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, " b"]:
     """The most that a live hypothesis can still score.
 
     Log-probabilities only fall, so it is at most log-probability / penalty with the largest penalty ahead: the one at
@@ -89,12 +89,12 @@ def _paper_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -
     return divide(progress.live.log_probs[:, 0], penalty)
 
 
-def _paper_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+def _paper_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, " b"]:
     """No live hypothesis can still enter the n best. What merely ties with the n-th best comes after it."""
     return progress.finished.scores[:, setting.n_best - 1] >= _paper_bound(progress, length, setting)
 
 
-def _huggingface_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, "b"]:
+def _huggingface_bound(progress: Progress, length: Int[Array, ""], setting: Setting) -> Float[Array, " b"]:
     """The score of the best live hypothesis, were it to end as it is.
 
     A heuristic: with a penalty that grows with the length a live hypothesis may well get better later.
@@ -102,13 +102,13 @@ def _huggingface_bound(progress: Progress, length: Int[Array, ""], setting: Sett
     return divide(progress.live.log_probs[:, 0], setting.penalty(length))
 
 
-def _huggingface_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+def _huggingface_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, " b"]:
     """k have finished, and the best live hypothesis, were it to end as it is, is no better than the worst of them."""
     worst = progress.finished.scores[:, -1]
     return (worst > -jnp.inf) & (worst >= _huggingface_bound(progress, length, setting))
 
 
-def _ctranslate2_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, "b"]:
+def _ctranslate2_is_done(progress: Progress, length: Int[Array, ""], setting: Setting) -> Bool[Array, " b"]:
     """k have finished, however they score. With no penalty: n have, and the best continuation of a step was an end."""
     if setting.unpenalised:
         return progress.top_finished & (progress.num_finished >= setting.n_best)
@@ -118,14 +118,14 @@ def _ctranslate2_is_done(progress: Progress, length: Int[Array, ""], setting: Se
 class Rule(NamedTuple):
     """A stopping rule: when a sentence is done, and the small habits of the software it is named after."""
 
-    is_done: Callable[[Progress, Int[Array, ""], Setting], Bool[Array, "b"]]
+    is_done: Callable[[Progress, Int[Array, ""], Setting], Bool[Array, " b"]]
     only_best_k: bool
     """An end counts only among the k best continuations of a step, not among all 2k that are looked at."""
     ends_at_limit: bool
     """At the limit the k best count as ended, EOS or not. Otherwise they stand behind all that came to an EOS."""
     renormalize_logits: bool
     """The forbidden ids leave the softmax, rather than being struck out after it."""
-    bound: Callable[[Progress, Int[Array, ""], Setting], Float[Array, "b"]] | None
+    bound: Callable[[Progress, Int[Array, ""], Setting], Float[Array, " b"]] | None
     """What the best live hypothesis is taken to be able to score; None: the rule counts and does not compare scores."""
 
 

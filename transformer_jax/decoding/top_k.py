@@ -18,7 +18,7 @@ def best_tokens(
     forbidden_ids: Sequence[int] = (),
     *,
     renormalize_logits: bool = False,
-    forced: Int[Array, "rows"] | None = None,
+    forced: Int[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
     """log P of the n most probable tokens of each row, best first, and their ids; of equal ones the lower id first.
 
@@ -43,7 +43,7 @@ def best_tokens(
     return jnp.where(is_forced, own, log_probs), jnp.where(is_forced, forced[:, None], ids)
 
 
-def forced_log_probs(logits: Float[Array, "rows v"], forced: Int[Array, "rows"]) -> Float[Array, "rows"]:
+def forced_log_probs(logits: Float[Array, "rows v"], forced: Int[Array, " rows"]) -> Float[Array, " rows"]:
     """log P of the forced token of each row, in a softmax of all tokens: it may be one that is forbidden elsewhere."""
     return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(forced, 0)[:, None], axis=1)[:, 0]
 

@@ -14,7 +14,7 @@ class OutputWeights(NamedTuple):
     """The pre-softmax linear transformation."""
 
     table: Float[Array, "v d_model"]
-    bias: Float[Array, "v"] | None
+    bias: Float[Array, " v"] | None
 
 
 def logits_from(x: Float[Array, "*positions d_model"], output: OutputWeights) -> Float[Array, "*positions v"]:

@@ -20,7 +20,7 @@ class Int8Matrix(NamedTuple):
 
     values: Int8[Array, "v n"]
     """-127 to 127. Outputs first: XLA's integer product on CPUs is fast in this layout alone."""
-    scale: Float[Array, "v"]
+    scale: Float[Array, " v"]
 
 
 def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
@@ -62,7 +62,7 @@ class Linear(NamedTuple):
     """x W + b."""
 
     matrix: Float[Array, "n v"] | Int8Matrix
-    bias: Float[Array, "v"] | None
+    bias: Float[Array, " v"] | None
 
     def __call__(self, x: Float[Array, "rows n"]) -> Float[Array, "rows v"]:
         """In the dtype of `x`."""
@@ -73,8 +73,8 @@ class Linear(NamedTuple):
 class Norm(NamedTuple):
     """Parameters of a LayerNorm."""
 
-    scale: Float[Array, "d_model"]
-    bias: Float[Array, "d_model"]
+    scale: Float[Array, " d_model"]
+    bias: Float[Array, " d_model"]
 
 
 class LayerWeights(NamedTuple):
@@ -224,7 +224,7 @@ def init_cache(
     )
 
 
-def reorder(cache: Cache, rows: Int[Array, "rows"]) -> Cache:
+def reorder(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
     """Row i of the beams becomes what row `rows[i]` was, which is one of the same sentence."""
     ancestry = cache.ancestry
     return cache._replace(ancestry=ancestry.reshape(len(rows), -1)[rows].reshape(ancestry.shape))
@@ -241,7 +241,7 @@ def grow(cache: Cache, max_length: int) -> Cache:
 
 
 def decode_step(
-    weights: DecoderWeights, tokens: Int[Array, "rows"], cache: Cache, *, config: ModelConfig
+    weights: DecoderWeights, tokens: Int[Array, " rows"], cache: Cache, *, config: ModelConfig
 ) -> tuple[Float[Array, "rows v"], Cache]:
     """Reads one more token a row (the start token first) and gives the logits of the next one, at least float32.
 

@@ -14,8 +14,8 @@ NormVariant = Literal["standard", "unbiased_std"]
 
 def layer_norm(
     x: Float[Array, "*b d_model"],
-    scale: Float[Array, "d_model"],
-    bias: Float[Array, "d_model"],
+    scale: Float[Array, " d_model"],
+    bias: Float[Array, " d_model"],
     epsilon: float = 1e-6,
     variant: NormVariant = "standard",
 ) -> Float[Array, "*b d_model"]:

@@ -112,14 +112,14 @@ def fused_linear_cross_entropy(
 
 
 _Sums = tuple[Array, Array]  # the loss and the negative log-likelihood
-_Positions = tuple[Float[Array, "n d_model"], Int[Array, "n"], Bool[Array, "n"]]  # x, targets, weights
+_Positions = tuple[Float[Array, "n d_model"], Int[Array, " n"], Bool[Array, " n"]]  # x, targets, weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _loss(
     x: Float[Array, "n d_model"],
     output: OutputWeights,
-    targets_and_weights: tuple[Int[Array, "n"], Bool[Array, "n"]],
+    targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
     setting: _Setting,
 ) -> _Sums:
     def part_of(positions: _Positions) -> tuple[_Sums, None]:
@@ -131,7 +131,7 @@ def _loss(
 def _forward(
     x: Float[Array, "n d_model"],
     output: OutputWeights,
-    targets_and_weights: tuple[Int[Array, "n"], Bool[Array, "n"]],
+    targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
     setting: _Setting,
 ) -> tuple[_Sums, tuple[Array, OutputWeights]]:
     """The sums, and all gradients of the loss."""
