@@ -62,7 +62,7 @@ adam_beta2          0.98          0.98          0.98          0.997         0.98
 adam_epsilon        1e-9          1e-9          1e-9          1e-9          1e-8          1e-9          1e-8
 clip_norm           None          None          None          None          None          None          None
 label_smoothing     0.1           0.1           0.1           0.1           0.1           0.1           0.1
-label_smoothing_over      non_target        non_target        non_target        non_target        non_target        all           all
+label_smoothing_over  non_target  non_target  non_target  non_target  non_target        all           all
 average_last        5             20            5             5             5             5             5
 keep_checkpoints    5             20            5             5             5             5             5
 
