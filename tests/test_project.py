@@ -44,7 +44,7 @@ ONE_FILE = (
 
 MAX_LINES = 400
 # Files that may be longer, with the reason.
-LONGER = {"transformer_jax/config.py": 640}  # a table of documented fields, easier to read in one place
+LONGER = {"transformer_jax/config.py": 670}  # a table of documented fields, easier to read in one place
 
 
 def part_of(file: Path) -> str:

@@ -37,7 +37,7 @@ API = {
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
     "beam_search": "decoding.beam_search",  # over a callback, knows no model
     "greedy_search": "decoding.search",
-    "Sampling": "decoding.sampling",  # what tokens are drawn from, in place of a search
+    "Sampling": "config",  # what tokens are drawn from, in place of a search
     "align": "decoding.alignment",  # align(translator, texts, translations): source tokens of target tokens
     "explain": "decoding.explain",  # explain(translator, texts): a search step by step
     "score_pairs": "evaluation.scoring",  # score_pairs(translator, pairs): log-probabilities of given targets
@@ -59,11 +59,18 @@ API = {
 __all__ = ["API", "__version__", *API]
 
 if TYPE_CHECKING:
-    from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+    from transformer_jax.config import (
+        Config,
+        DataConfig,
+        DecodingConfig,
+        ModelConfig,
+        Sampling,
+        TokenizerConfig,
+        TrainingConfig,
+    )
     from transformer_jax.decoding.alignment import align
     from transformer_jax.decoding.beam_search import beam_search
     from transformer_jax.decoding.explain import explain
-    from transformer_jax.decoding.sampling import Sampling
     from transformer_jax.decoding.search import greedy_search
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation.bleu import score_corpus

@@ -14,8 +14,8 @@ from test_run import tiny_run
 
 from transformer_jax import cli as module
 from transformer_jax.cli import translation
+from transformer_jax.config import Sampling
 from transformer_jax.decoding.alignment import align
-from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError

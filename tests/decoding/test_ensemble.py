@@ -13,11 +13,10 @@ import pytest
 from test_run import tiny_run
 
 from transformer_jax import run as commands
-from transformer_jax.config import Config
+from transformer_jax.config import Config, Sampling
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.decode import Member, mean_of_probabilities
-from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.evaluation.validation import evaluate_pairs

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from search_cases import EOS, PAD, START, UNK, Model, quick_jit
 
-from transformer_jax.decoding.sampling import Sampling, draw_tokens
+from transformer_jax.config import Sampling
+from transformer_jax.decoding.sampling import draw_tokens
 from transformer_jax.decoding.search import SearchResult, greedy_search, sample
 from transformer_jax.types import UserError
 

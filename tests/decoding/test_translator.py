@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 from test_run import tiny_run
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, Sampling, TokenizerConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.decoding import decode as cached_search
 from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.batches import padded_length
-from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, search
 from transformer_jax.model.transformer import Transformer, abstract_params

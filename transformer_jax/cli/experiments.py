@@ -54,7 +54,7 @@ def table3(args: list[str]) -> None:
     except UserError as error:
         usage_error("table3", str(error))
     join_processes(parsed.cluster)
-    from transformer_jax.experiments.table3 import render, run_table3
+    from transformer_jax.experiments.table3_runs import render, run_table3
 
     results = []
     for result in run_table3(rows, base, parsed.workdir, lambda line: print(line, file=sys.stderr, flush=True)):
@@ -64,7 +64,7 @@ def table3(args: list[str]) -> None:
     if results and not as_json and is_main_process():
         print(render(results))
     if results and parsed.picture is not None and is_main_process():
-        from transformer_jax.experiments.table3 import plot_table3
+        from transformer_jax.experiments.table3_runs import plot_table3
 
         plot_table3(results, parsed.picture)
 

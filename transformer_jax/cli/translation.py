@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from transformer_jax.cli.parsing import MISSING, Positional, arg, parse, usage_error
 from transformer_jax.cli.runs import decoding_of, given_fields, given_names, join_processes
-from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.sampling import Sampling
+from transformer_jax.config import DecodingConfig, Sampling
 from transformer_jax.runtime.distributed import Cluster, broadcast_from_main, is_main_process
 from transformer_jax.runtime.files import to_json
 

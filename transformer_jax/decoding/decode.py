@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import Config, DecodingConfig, ModelConfig
+from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.beam_search import beam_search
-from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import SearchResult, StepFn, Watch, greedy_search, sample
 from transformer_jax.model.incremental import (
     Cache,

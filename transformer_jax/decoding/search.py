@@ -9,7 +9,8 @@ import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from transformer_jax.decoding.sampling import Sampling, draw_tokens
+from transformer_jax.config import Sampling
+from transformer_jax.decoding.sampling import draw_tokens
 from transformer_jax.decoding.top_k import best_tokens
 
 

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.config import Config, DecodingConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.batches import longest_first, pad, source_batches
 from transformer_jax.decoding.decode import Member, Prepared, load_member, prepare, run_params, search
-from transformer_jax.decoding.sampling import Sampling
 from transformer_jax.decoding.search import SearchResult, Watch
 from transformer_jax.model.positional import longest_sequence
 from transformer_jax.model.transformer import Transformer
