@@ -12,6 +12,7 @@ Axes in array annotations:
 | `k`                         | beam                                            |
 """
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,3 +77,16 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else 'no message'}"
+
+
+# C0 and C1 controls, line separators, marks that reorder the text after them, and lone surrogates.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Escape the control characters of `text`, so that showing it on a terminal cannot move the cursor or set colors.
+
+    >>> print(printable("a \x1b[31mred\x1b[0m dog\n"))
+    a \x1b[31mred\x1b[0m dog\n
+    """
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
