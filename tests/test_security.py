@@ -66,8 +66,8 @@ def test_arrays_of_objects_are_not_unpickled(tmp_path):
     harm = np.array([Harm(tmp_path / "made")], dtype=object)
     for name in ("source_ids", "source_offsets", "target_ids", "target_offsets"):
         np.save(folder / f"{name}.npy", harm, allow_pickle=True)
-    (folder / "manifest.json").write_text('{"source_eos": true, "report": null, "sha256": {}}')
-    assert _load(folder) is None
+    (folder / "manifest.json").write_text('{"report": null, "sha256": {}}')
+    assert _load(folder, ModelConfig()) is None
     (folder / "manifest.json").unlink()  # that of a corpus, which is none of a checkpoint
     with pytest.raises(ValueError, match="cannot read the checkpoint"):
         load_params(folder, ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32))

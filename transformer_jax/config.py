@@ -95,6 +95,8 @@ class ModelConfig:
 
     decoder_start: Literal["bos", "eos", "pad", "zeros"] = "bos"
     """What the decoder reads first: the embedding of BOS, EOS (fairseq) or PAD (Marian), or zeros (released code)."""
+    source_bos: bool = False
+    """Whether the source starts with BOS, as in annotated-transformer's own batches and in PyTorch's tutorials."""
     source_eos: bool = True
     """Whether the source ends with EOS."""
     pad_id: int = PAD_ID
@@ -169,6 +171,11 @@ class ModelConfig:
             rows = self.source_rows if name == "unk_id" else min(self.vocab_size, self.source_rows)
             _require(0 <= value < rows, f"model.{name} is {value}; it must lie in a vocabulary of {rows} rows")
         _require(self.pad_id != self.eos_id, f"model.pad_id {self.pad_id} and model.eos_id {self.eos_id} must differ")
+        _require(
+            not self.source_bos or self.pad_id != self.bos_id,
+            f"model.source_bos is True and model.bos_id {self.bos_id} is model.pad_id: the source's BOS would be "
+            "masked as padding. Set model.bos_id to another id",
+        )
 
     @property
     def source_rows(self) -> int:

@@ -34,6 +34,7 @@ position_offset     0             0             0             0             2   
 tie_embeddings      all           all           all           all           all           all           all
 scale_embeddings    True          True          True          True          True          True          True
 decoder_start       bos           bos           zeros         zeros         eos           pad           bos
+source_bos          False         False         False         False         False         False         False
 source_eos          True          True          True          True          True          True          True
 pad_id              0             0             0             0             1             -1            0
 bos_id              1             1             0             0             0             -1            1

@@ -7,14 +7,14 @@ import numpy as np
 from transformer_jax.data.encoding import EncodedPairs
 
 
-def corpus(source, target, source_eos=True):
+def corpus(source, target, source_eos=True, source_bos=False):
     """EncodedPairs of lists of ids."""
 
     def flat(rows):
         ids = np.array(list(itertools.chain.from_iterable(rows)), np.uint16)
         return ids, np.cumsum([0, *map(len, rows)])
 
-    return EncodedPairs(*flat(source), *flat(target), source_eos=source_eos)
+    return EncodedPairs(*flat(source), *flat(target), source_eos=source_eos, source_bos=source_bos)
 
 
 def random_lengths(number, seed=0, longest=256):

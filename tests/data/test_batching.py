@@ -176,6 +176,23 @@ def test_special_ids_come_from_the_model():
     assert batch.tgt_out.tolist() == [[20, 0, 99], [21, 22, 0]]
 
 
+@pytest.mark.parametrize("source_eos", [True, False])
+def test_source_bos_batch_equals_ids_by_hand(source_eos):
+    model = replace(MODEL, source_bos=True, source_eos=source_eos)
+    sources = [[10, 11], [12, 13, 14], [], [15]]
+    encoded = corpus(sources, [[20]] * 4, source_eos, source_bos=True)
+    by_hand = [[model.bos_id, *ids, *[model.eos_id] * source_eos] for ids in sources]
+    assert encoded.source_lengths.tolist() == [len(ids) for ids in by_hand]
+    order = [1, 3, 0, 2]
+    batch = make_batch(encoded, Rows(Shape(4, 5, 2), np.array(order)), model)
+    assert batch.src.tolist() == [by_hand[i] + [0] * (5 - len(by_hand[i])) for i in order]
+    packed = make_batch(encoded, Rows(Shape(2, 9, 4), np.array(order), np.array([2, 2])), model)
+    rows = [by_hand[1] + by_hand[3], by_hand[0] + by_hand[2]]
+    assert packed.src.tolist() == [row + [0] * (9 - len(row)) for row in rows]
+    segments = [[1] * len(by_hand[i]) + [2] * len(by_hand[j]) for i, j in ((1, 3), (0, 2))]
+    assert packed.src_segments.tolist() == [row + [0] * (9 - len(row)) for row in segments]
+
+
 @pytest.mark.parametrize("row_multiple", [1, 8])
 def test_evaluation_has_every_pair_once_in_few_shapes(row_multiple):
     rng = np.random.default_rng(1)

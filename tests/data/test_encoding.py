@@ -55,6 +55,13 @@ def test_length_ratio_counts_both_directions_and_eos(tokenizers):
     assert no_eos.report.odd == 1
 
 
+def test_source_bos_counts_as_a_token(tokenizers):
+    model = replace(CONFIG.model, source_bos=True)
+    encoded = encode_pairs(PAIRS, tokenizers, model, replace(CONFIG.data, max_length_ratio=9.0))
+    assert encoded.source_lengths.tolist() == [4, 5, 3]  # "a b c d e" has 7 tokens with BOS and EOS
+    assert encoded.report.long == 2
+
+
 def test_nothing_is_dropped_for_evaluation(tokenizers):
     encoded = encode_pairs(PAIRS, tokenizers, CONFIG.model)
     assert len(encoded) == len(PAIRS)
@@ -77,8 +84,9 @@ def test_cache(tmp_path, tokenizers, monkeypatch):
         second = load_or_encode(CONFIG, "train", tokenizers, tmp_path, PAIRS)
     assert rows(second) == expected
     assert second.report == first.report
-    assert rows(load_cached(tmp_path, "train", first.sha256())) == expected
-    assert load_cached(tmp_path, "valid", first.sha256()) is load_cached(tmp_path, "train", "0" * 64) is None
+    assert rows(load_cached(tmp_path, "train", first.sha256(), CONFIG.model)) == expected
+    assert load_cached(tmp_path, "valid", first.sha256(), CONFIG.model) is None
+    assert load_cached(tmp_path, "train", "0" * 64, CONFIG.model) is None
 
     # Torn: a file cut off, no manifest, an unfinished folder of another process.
     for damage in (
@@ -90,7 +98,7 @@ def test_cache(tmp_path, tokenizers, monkeypatch):
         damage()
         (tmp_path / ".train-x.1").mkdir(exist_ok=True)
         assert rows(load_or_encode(CONFIG, "train", tokenizers, tmp_path, PAIRS)) == expected
-        assert rows(encoding._load(folder)) == expected
+        assert rows(encoding._load(folder, CONFIG.model)) == expected
 
 
 def test_cache_is_keyed_by_all_that_decides_it(tmp_path, tokenizers):
@@ -106,6 +114,7 @@ def test_cache_is_keyed_by_all_that_decides_it(tmp_path, tokenizers):
     assert folders(pairs=Pairs([*PAIRS.source[:-1], "c"], PAIRS.target, "here")) == 5
     assert folders(pairs=Pairs(PAIRS.target, PAIRS.source, "here")) == 6
     assert folders(tokenizers=train_tokenizers(CONFIG, Pairs(["a"], ["b"], "there"))) == 7
+    assert folders(replace(CONFIG, model=replace(CONFIG.model, source_bos=True))) == 8
 
 
 def test_a_side_without_any_token_is_cached(tmp_path, tokenizers):

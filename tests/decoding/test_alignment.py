@@ -22,9 +22,11 @@ def translations(translator, *lengths):
     return [[Hypothesis(text, 0.0, 0.0, len(ids) + 1, (*ids, EOS_ID))] for text, ids in zip(texts, rows, strict=True)]
 
 
-@pytest.mark.parametrize(("layer", "source_eos"), [(None, True), (1, False), (3, True)])
-def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos):
-    translator = make(num_layers=3, num_heads=2, source_eos=source_eos)
+@pytest.mark.parametrize(
+    ("layer", "source_eos", "source_bos"), [(None, True, False), (1, False, False), (3, True, False), (2, True, True)]
+)
+def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos, source_bos):
+    translator = make(num_layers=3, num_heads=2, source_eos=source_eos, source_bos=source_bos)
     texts = sentences(3, 9, 1, 12, 5)
     found = translations(translator, 4, 6, 2, 12, 9)
     aligned = align(translator, texts, found, layer)
@@ -34,7 +36,8 @@ def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos):
         source, target = text.split(), best.text.split()
         assert one.source_tokens == tuple(source)
         assert one.target_tokens == tuple(target)
-        expected = weights[: len(target), : len(source)].argmax(axis=1)  # EOS on neither side
+        words = slice(int(source_bos), int(source_bos) + len(source))  # neither BOS nor EOS
+        expected = weights[: len(target), words].argmax(axis=1)
         assert one.pairs == tuple((int(place), number) for number, place in enumerate(expected))
     assert len({place for (one,) in aligned for place, _ in one.pairs}) > 1
 

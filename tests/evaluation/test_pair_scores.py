@@ -1,5 +1,6 @@
 """Scores of given pairs against the model applied to one pair at a time, and against what the search says."""
 
+import dataclasses
 import json
 
 import jax
@@ -30,7 +31,7 @@ def by_hand(translator, source, target):
     """log P of a target's tokens and EOS, and their number; padded to one length, so that one thing is compiled."""
     model, width = translator.config.model, 64
     (src,), (tgt,) = translator.tokenizers.source.encode([source]), translator.tokenizers.target.encode([target])
-    sides = [*src, model.eos_id], [model.bos_id, *tgt]
+    sides = [*[model.bos_id] * model.source_bos, *src, model.eos_id], [model.bos_id, *tgt]
     padded = [jnp.asarray(np.pad(np.array([ids], np.int32), ((0, 0), (0, width - len(ids))))) for ids in sides]
     logits = np.asarray(jax.jit(Transformer(model).apply)({"params": translator.params}, *padded), np.float64)[0]
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -47,6 +48,18 @@ def test_each_pair_is_what_it_is_alone(tiny, translator, monkeypatch, most_token
         log_prob, count = by_hand(translator, source, target)
         assert (one.log_prob, one.num_tokens) == (pytest.approx(log_prob, rel=1e-4), count)
         assert one.score == pytest.approx(log_prob / ((5 + count) / 6) ** 0.6, rel=1e-4)  # the run's penalty
+
+
+def test_source_bos_scores_equal_ids_by_hand(translator):
+    config = translator.config
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, source_bos=True))
+    with_bos = Translator(config, translator.params, translator.tokenizers)
+    pairs = Pairs(["the dog", "a cat sees"], ["der hund", "eine katze"], "here")
+    for score, plain, source, target in zip(
+        score_pairs(with_bos, pairs), score_pairs(translator, pairs), pairs.source, pairs.target, strict=True
+    ):
+        assert score.log_prob == pytest.approx(by_hand(with_bos, source, target)[0], rel=1e-4)
+        assert abs(score.log_prob - plain.log_prob) > 1e-3
 
 
 def test_the_command_and_a_translation_of_its_own(tiny, translator, cli, tmp_path):

@@ -58,6 +58,7 @@ REFUSED = [
         ["model.eos_id is 10", "10 rows"],
     ),
     ({"pad_id": 2}, ["model.pad_id 2", "model.eos_id 2", "differ"]),
+    ({"source_bos": True, "pad_id": 1}, ["model.source_bos is True", "model.bos_id 1"]),
 ]
 
 

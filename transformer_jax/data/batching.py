@@ -199,7 +199,8 @@ def make_batch(
     Args:
         encoded: the corpus.
         chosen: the shape and the pairs, which fit.
-        model: says the special ids, what the decoder reads first and whether the source ends with EOS.
+        model: states the special ids, what the decoder reads first, and whether the source starts with BOS and ends
+            with EOS.
         row_multiple: the shape's rows are rounded up to a multiple of it, so that devices divide the rows.
         parts: which of the rows are made; their number divides `row_multiple`.
 
@@ -219,11 +220,14 @@ def make_batch(
     tgt_out = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
 
     lengths = encoded.source_offsets[pairs + 1] - encoded.source_offsets[pairs]
-    first = _counted_in(row, lengths + int(model.source_eos))
-    _fill(src, row, first, encoded.source_ids, encoded.source_offsets[pairs], lengths)
+    spans = lengths + model.source_bos + model.source_eos
+    first = _counted_in(row, spans)
+    _fill(src, row, first + model.source_bos, encoded.source_ids, encoded.source_offsets[pairs], lengths)
+    if model.source_bos:
+        src[row, first] = model.bos_id
     if model.source_eos:
-        src[row, first + lengths] = model.eos_id
-    src_spans = first, lengths + int(model.source_eos)
+        src[row, first + model.source_bos + lengths] = model.eos_id
+    src_spans = first, spans
     lengths = encoded.target_offsets[pairs + 1] - encoded.target_offsets[pairs]
     first = _counted_in(row, lengths + 1)
     _fill(tgt_out, row, first, encoded.target_ids, encoded.target_offsets[pairs], lengths)

@@ -61,6 +61,7 @@ class EncodedPairs:
         source_offsets: int64; sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
         target_ids, target_offsets: the same for the target.
         source_eos: whether batches put EOS after the source.
+        source_bos: whether batches put BOS before the source.
         report: what the filter did; None where nothing is filtered.
     """
 
@@ -69,6 +70,7 @@ class EncodedPairs:
     target_ids: np.ndarray
     target_offsets: np.ndarray
     source_eos: bool
+    source_bos: bool = False
     report: FilterReport | None = None
 
     def __len__(self) -> int:
@@ -91,8 +93,8 @@ class EncodedPairs:
 
     @property
     def source_lengths(self) -> np.ndarray:
-        """Tokens of each source sentence, int64; EOS counted if the source ends with it."""
-        return np.diff(self.source_offsets) + int(self.source_eos)
+        """Number of tokens in each source sentence, int64, counting the BOS and EOS that batches add."""
+        return np.diff(self.source_offsets) + self.source_bos + self.source_eos
 
     @property
     def target_lengths(self) -> np.ndarray:
@@ -108,7 +110,7 @@ def encode_pairs(
     Args:
         pairs: the text.
         tokenizers: of both sides.
-        model: says whether the source ends with EOS, which counts as a token.
+        model: states whether the source starts with BOS and ends with EOS, which count as tokens.
         keep: for training. Left out are pairs of which a side is white space only, of which a side is longer than
             `keep.max_length`, and of which one side has more than `keep.max_length_ratio` times the other's tokens.
             None: nothing is left out.
@@ -124,7 +126,7 @@ def encode_pairs(
         if keep is not None:
             blank = np.array([not s.strip() or not t.strip() for s, t in zip(*texts, strict=True)])
             lengths = np.array([[len(row) for row in side] for side in rows])
-            lengths += np.array([[model.source_eos], [1]])
+            lengths += np.array([[model.source_bos + model.source_eos], [1]])
             too_long = ~blank & (lengths.max(0) > keep.max_length)
             too_odd = ~blank & ~too_long & (lengths.max(0) > keep.max_length_ratio * lengths.min(0))
             empty, long, odd = empty + int(blank.sum()), long + int(too_long.sum()), odd + int(too_odd.sum())
@@ -140,7 +142,7 @@ def encode_pairs(
                 f"{pairs.origin}: no pair is left for training: {report}; check the files, or raise data.max_length "
                 "and data.max_length_ratio"
             )
-    return EncodedPairs(*source.arrays(), *target.arrays(), source_eos=model.source_eos, report=report)
+    return EncodedPairs(*source.arrays(), *target.arrays(), model.source_eos, model.source_bos, report)
 
 
 def load_or_encode(
@@ -156,19 +158,19 @@ def load_or_encode(
     """
     keep = config.data if split == "train" else None
     directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"
-    cached = _load(directory)
+    cached = _load(directory, config.model)
     if cached is not None:
         logger.info("%s: %s", pairs.origin, cached.report or f"{len(cached)} pairs")
         return cached
     encoded = encode_pairs(pairs, tokenizers, config.model, keep)
-    _save(encoded, directory)
-    return _load(directory) or encoded
+    _save(encoded, directory, config.model)
+    return _load(directory, config.model) or encoded
 
 
-def load_cached(cache_directory: Path, split: Split, sha256: str) -> EncodedPairs | None:
-    """What `load_or_encode` wrote of a split, known by its `EncodedPairs.sha256`: the text itself is not needed."""
+def load_cached(cache_directory: Path, split: Split, sha256: str, model: ModelConfig) -> EncodedPairs | None:
+    """Return the cached split whose ids have this `EncodedPairs.sha256`, or None. The text is not needed."""
     for directory in sorted(cache_directory.glob(f"{split}-*")):
-        cached = _load(directory)
+        cached = _load(directory, model)
         if cached is not None and cached.sha256() == sha256:
             return cached
     return None
@@ -197,7 +199,8 @@ class _Column:
 
 def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None) -> str:
     policy = None if keep is None else (keep.max_length, keep.max_length_ratio)
-    digest = hashlib.sha256(json.dumps([_FORMAT, len(pairs), policy, model.source_eos]).encode())
+    added = (model.source_eos, "bos") if model.source_bos else (model.source_eos,)
+    digest = hashlib.sha256(json.dumps([_FORMAT, len(pairs), policy, *added]).encode())
     for tokenizer in (tokenizers.source, tokenizers.target):
         digest.update(tokenizer.to_json().encode())
     for texts in pairs.chunks():
@@ -207,7 +210,7 @@ def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, ke
     return digest.hexdigest()
 
 
-def _save(encoded: EncodedPairs, directory: Path) -> None:
+def _save(encoded: EncodedPairs, directory: Path, model: ModelConfig) -> None:
     """Writes the folder under another name, the manifest last, and renames it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished = directory.with_name(f".{directory.name}.{os.getpid()}")
@@ -216,12 +219,11 @@ def _save(encoded: EncodedPairs, directory: Path) -> None:
     for name in _ARRAYS:
         np.save(unfinished / f"{name}.npy", getattr(encoded, name))
     manifest = {
-        "source_eos": encoded.source_eos,
         "report": encoded.report and asdict(encoded.report),
         "sha256": {name: file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
     }
     (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    if directory.exists() and _load(directory) is None:
+    if directory.exists() and _load(directory, model) is None:
         shutil.rmtree(directory, ignore_errors=True)
     try:
         unfinished.rename(directory)
@@ -229,8 +231,8 @@ def _save(encoded: EncodedPairs, directory: Path) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _load(directory: Path) -> EncodedPairs | None:
-    """The folder's arrays; None if it is missing, cut off or damaged."""
+def _load(directory: Path, model: ModelConfig) -> EncodedPairs | None:
+    """Memory-map a folder's arrays. Return None if the folder is missing, truncated or damaged."""
     try:
         manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
         arrays = {}
@@ -240,6 +242,7 @@ def _load(directory: Path) -> EncodedPairs | None:
                 return None
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         report = manifest["report"]
-        return EncodedPairs(**arrays, source_eos=manifest["source_eos"], report=report and FilterReport(**report))
+        report = report and FilterReport(**report)
+        return EncodedPairs(**arrays, source_eos=model.source_eos, source_bos=model.source_bos, report=report)
     except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
         return None

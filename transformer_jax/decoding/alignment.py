@@ -17,7 +17,7 @@ _MOST_WEIGHTS = 2**24  # of a batch, 64 MB in float32 for each layer
 
 
 class Alignment(NamedTuple):
-    """A translation's tokens and the source's; EOS has no part in it."""
+    """A translation's tokens and the source's; BOS and EOS are not part of it."""
 
     source_tokens: tuple[str, ...]
     target_tokens: tuple[str, ...]
@@ -74,9 +74,10 @@ def align(
         for row, index in enumerate(chosen):
             weights[index] = mean[row]
     for (text, _), source_ids, target_ids, one in zip(places, src, tgt, weights, strict=True):
-        source = source_ids[: len(source_ids) - model.source_eos]
+        words = slice(int(model.source_bos), len(source_ids) - model.source_eos)
+        source = source_ids[words]
         target = target_ids[: len(target_ids) - (target_ids[-1:] == [model.eos_id])]
-        best = one[: len(target), : len(source)].argmax(axis=1) if source and target else []
+        best = one[: len(target), words].argmax(axis=1) if source and target else []
         results[text].append(
             Alignment(
                 tuple(translator.tokenizers.source.pieces(source)),

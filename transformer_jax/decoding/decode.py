@@ -175,7 +175,7 @@ def _of_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ..
     return lambda caches, how: tuple(change(cache, how) for cache in caches)
 
 
-_SAME = ("vocab_size", "source_rows", "pad_id", "bos_id", "eos_id", "unk_id", "start_id", "source_eos")
+_SAME = ("vocab_size", "source_rows", "pad_id", "bos_id", "eos_id", "unk_id", "start_id", "source_bos", "source_eos")
 
 
 class Member(NamedTuple):

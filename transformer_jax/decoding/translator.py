@@ -155,13 +155,15 @@ class Translator:
         if sampling is not None:  # each draw is a row
             budget //= n_best
         models = tuple(Transformer(member.config) for member in self.members)
+        # The limit counts the source's words and EOS, whatever the model reads: EOS always, BOS never.
+        uncounted = (not model.source_eos) - model.source_bos
 
         def find(batch: tuple[list[int], np.ndarray]) -> SearchResult:
             indices, src = batch
             lengths = np.zeros(len(src), np.int32)
-            lengths[: len(indices)] = [len(rows[index]) + (not model.source_eos) for index in indices]
+            lengths[: len(indices)] = [len(rows[index]) + uncounted for index in indices]
             limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_length_offset, room), 0)
-            max_length = int(min(src.shape[1] + (not model.source_eos) + self.config.decoding.max_length_offset, room))
+            max_length = int(min(src.shape[1] + uncounted + self.config.decoding.max_length_offset, room))
             prefix, widest = None, max(len(starts[index]) for index in indices)
             if widest:  # in steps of 8, to share shapes; never cut, and followed by one token at least
                 prefix = pad([starts[index] for index in indices], (len(src), -(-widest // 8) * 8), -1)
@@ -220,15 +222,16 @@ class Translator:
         """
         model, decoding = self.config.model, self.config.decoding
         longest, reason = min((decoding.max_source, "decoding.max_source"), (self.room, "model.max_length"))
-        end = [model.eos_id] if model.source_eos else []
+        start, end = [model.bos_id] * model.source_bos, [model.eos_id] * model.source_eos
+        capacity = max(0, longest - len(start) - len(end))
         encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
         for line, ids in enumerate(encoded):
-            if warn and len(ids) + len(end) > longest:
+            if warn and len(ids) > capacity:
                 warnings.warn(
-                    f"line {line + 1} has {len(ids)} tokens; it is cut after {longest - len(end)} ({reason})",
+                    f"line {line + 1} has {len(ids)} tokens; it is cut after {capacity} ({reason})",
                     stacklevel=4,
                 )
-        return [ids[: longest - len(end)] + end if ids else [] for ids in encoded]
+        return [start + ids[:capacity] + end if ids else [] for ids in encoded]
 
     def _encode_prefixes(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
         """Token ids of each prefix, without EOS."""

@@ -72,7 +72,8 @@ class Subject:
         if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
             return None
         if self.run.data_sha256.is_file():
-            cached = load_cached(self.run.cache, "train", self.run.data_sha256.read_text(errors="replace").strip())
+            sha256 = self.run.data_sha256.read_text(errors="replace").strip()
+            cached = load_cached(self.run.cache, "train", sha256, self.config.model)
             if cached is not None:
                 return cached
         pairs = read_split(self.config.data, "train")
