@@ -7,7 +7,7 @@ python -m benchmarks.batching         training on packed against bucketed batche
 python -m benchmarks.variants         choices of the training step against its defaults
 python -m benchmarks.startup          imports, time to the first step, peak memory
 python -m benchmarks.gpu_all          all that needs a GPU, within 10 minutes
-python -m benchmarks.report           the tables and the plot of docs/benchmarks.md from benchmarks/results/*.jsonl
+python -m benchmarks.report           the tables and the plot of docs/log/benchmarks.md from benchmarks/results/*.jsonl
 
 Each prints one JSON line for each figure, and appends it to the file that `--output` names.
 """

@@ -1,11 +1,11 @@
-"""Renders the tables of docs/benchmarks.md, and its plot, from the JSON lines of benchmarks/results/.
+"""Render the tables and the plot of docs/log/benchmarks.md from the JSON lines in benchmarks/results/.
 
-python -m benchmarks.report             writes the tables between the markers, and the plot beside the file
-python -m benchmarks.report --check     says what is not as it would be written, and writes nothing
+python -m benchmarks.report             write the tables between their markers, and the plot next to the document
+python -m benchmarks.report --check     exit with status 1 if the document is out of date, and write nothing
 
-A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the names are those of `TABLES`, and each is of a
-device: `training_step cpu`; `plot` is the plot. Of lines that measure the same thing on the same device the last one
-counts, of files in the order of their names.
+A table is placed between `<!-- begin NAME -->` and `<!-- end NAME -->`. NAME is a key of `TABLES` and a device, such as
+`training_step cpu`, or `plot` for the plot. If several lines measure the same thing on the same device, the last line
+of the last file in alphabetical order is used.
 """
 
 import argparse
@@ -19,24 +19,24 @@ from typing import Any
 from benchmarks.common import ROOT
 
 Line = dict[str, Any]
-RESULTS, DOCUMENT, PLOT = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md", "benchmarks.svg"
+RESULTS, DOCUMENT, PLOT = ROOT / "benchmarks" / "results", ROOT / "docs" / "log" / "benchmarks.md", "benchmarks.svg"
 _BLOCK = re.compile(r"(<!-- begin (?P<name>[^>]+?) -->\n)(?P<body>.*?)(<!-- end (?P=name) -->)", re.DOTALL)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes or checks."""
+    """Write or check the document; return the exit status."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--results", type=Path, default=RESULTS, help="folder of .jsonl files (default %(default)s)")
-    flags.add_argument("--document", type=Path, default=DOCUMENT, help="the file (default %(default)s)")
-    flags.add_argument("--check", action="store_true")
-    flags.add_argument("--no-plot", action="store_true")
+    flags.add_argument("--results", type=Path, default=RESULTS, help="folder of .jsonl files (default: %(default)s)")
+    flags.add_argument("--document", type=Path, default=DOCUMENT, help="document to update (default: %(default)s)")
+    flags.add_argument("--check", action="store_true", help="report whether the document is up to date; write nothing")
+    flags.add_argument("--no-plot", action="store_true", help="leave the plot as it is")
     options = flags.parse_args(arguments)
     lines = read_lines(options.results)
     old = options.document.read_text(encoding="utf-8")
     new = render(old, lines)
     if options.check:
         if old != new:
-            print(f"{options.document} is not what {options.results} gives: run python -m benchmarks.report")
+            print(f"{options.document} is out of date with {options.results}. Run python -m benchmarks.report")
         return int(old != new)
     options.document.write_text(new, encoding="utf-8")
     if not options.no_plot:
@@ -45,10 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """All lines of the folder's .jsonl files, each figure once.
+    """Return the lines of the folder's .jsonl files, with the newest line for each measurement.
 
     Raises:
-        ValueError: a line that is no JSON object; file and line are named.
+        ValueError: A line is not a JSON object with a benchmark and a name. The message has the file and the line.
     """
     found: dict[tuple[str, str, str], Line] = {}
     for path in sorted(folder.glob("*.jsonl")):
@@ -57,31 +57,31 @@ def read_lines(folder: Path) -> list[Line]:
                 line = json.loads(text)
                 key = (line["benchmark"], line["name"], line.get("device", "cpu"))
             except (json.JSONDecodeError, TypeError, KeyError) as error:
-                raise ValueError(f"{path}, line {number}: not a line of a benchmark: {error}") from error
-            found.pop(key, None)  # the last one, in its place
+                raise ValueError(f"{path}, line {number}: not a benchmark result: {error}") from error
+            found.pop(key, None)  # a repeated measurement moves to the position of its newest line
             found[key] = line
     return list(found.values())
 
 
 def render(text: str, lines: Sequence[Line]) -> str:
-    """The document with its tables as these lines say.
+    """Return the document with its tables rendered from the measurements.
 
     Raises:
-        ValueError: a marker that is not closed, or names no table.
+        ValueError: A marker is not closed, or names an unknown table.
     """
     named = re.findall(r"<!-- begin ([^>]+?) -->", text)
     closed = [match["name"] for match in _BLOCK.finditer(text)]
     if named != closed:
-        raise ValueError(f"these markers are not closed: {', '.join(sorted(set(named) - set(closed)))}")
+        raise ValueError(f"markers not closed: {', '.join(sorted(set(named) - set(closed)))}")
     return _BLOCK.sub(lambda match: f"{match[1]}{_table(match['name'], lines)}{match[4]}", text)
 
 
 def _table(name: str, lines: Sequence[Line]) -> str:
     if name == "plot":
-        return f"![Ratios to the peers]({PLOT})\n" if _plotted(lines) else "Not measured yet.\n"
+        return f"![Speedup over other libraries]({PLOT})\n" if _plotted(lines) else "Not measured yet.\n"
     benchmark, _, device = name.partition(" ")
     if benchmark not in TABLES or device not in ("cpu", "gpu"):
-        raise ValueError(f"no table {name!r}; legal: {', '.join(TABLES)}, and after a space cpu or gpu")
+        raise ValueError(f"no table {name!r}; expected one of {', '.join(TABLES)}, then a space and cpu or gpu")
     columns, row = TABLES[benchmark]
     chosen = [line for line in lines if line["benchmark"] == benchmark and line.get("device", "cpu") == device]
     rows = [row(line) for line in chosen if "skipped" not in line]
@@ -95,14 +95,12 @@ def _table(name: str, lines: Sequence[Line]) -> str:
 
 
 def _machines(lines: Sequence[Line]) -> str:
-    """Where and with what: once for all lines that have it in common."""
+    """Return one sentence for each combination of machine, versions and commit in the measurements."""
     found: dict[str, None] = {}
     for line in lines:
         kind = line.get("ours_info", {}).get("device_kind", "cpu")
         versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items() if version)
-        malloc = {True: "allocator tuned on both sides", False: "glibc's default allocator"}.get(
-            line.get("malloc_tuned"), ""
-        )
+        malloc = {True: "tuned malloc on both sides", False: "default malloc"}.get(line.get("malloc_tuned"), "")
         parts = [line["cpu"] + ("" if kind == "cpu" else f", {kind}"), f"{line['threads']} threads", versions, malloc]
         parts += [f"commit {line['commit']}", line["date"]]
         found["; ".join(part for part in parts if part)] = None
@@ -111,11 +109,11 @@ def _machines(lines: Sequence[Line]) -> str:
 
 def _spread(line: Line) -> str:
     ratio = line["ratio"]
-    return f"**{ratio['median']:.2f}** ({ratio['min']:.2f} to {ratio['max']:.2f})"
+    return f"**{ratio['median']:.2f}x** ({ratio['min']:.2f}-{ratio['max']:.2f})"
 
 
 def seconds(value: float | None) -> str:
-    """Of a step or a call, with a unit that suits.
+    """Format a duration with a suitable unit.
 
     >>> [seconds(value) for value in (12.34, 0.01234, 1.2e-5, None)]
     ['12.3 s', '12.3 ms', '12 µs', '']
@@ -208,8 +206,8 @@ def _variants_row(line: Line) -> list[str]:
             name: found if isinstance(found, bool) else ", ".join(f"{key} {value:.2g}" for key, value in found.items())
             for name, found in line["kernels"].items()
         }
-        said = "; ".join(f"{name}: {text}" for name, text in errors.items())
-        return [line["name"], f"distance from float32: {said}", "", "", ""]
+        differences = "; ".join(f"{name}: {text}" for name, text in errors.items())
+        return [line["name"], f"difference from float32: {differences}", "", "", ""]
     info = line["ours_info"]
     return [
         line["name"],
@@ -222,7 +220,7 @@ def _variants_row(line: Line) -> list[str]:
 
 def _startup_row(line: Line) -> list[str]:
     found = line["seconds"]["ours"]
-    spread = f"{seconds(found['min'])} to {seconds(found['max'])}" if line["rounds"] > 1 else ""
+    spread = f"{seconds(found['min'])}-{seconds(found['max'])}" if line["rounds"] > 1 else ""
     return [line["name"], seconds(found["median"]), spread, _megabytes(line.get("peak_bytes"))]
 
 
@@ -234,34 +232,38 @@ Row = Callable[[Line], list[str]]
 TABLES: dict[str, tuple[list[str], Row]] = {
     "training_step": (
         [
-            *("model", "batch", "peer", "ratio", "a step, ours", "peer", "tokens/s", "of the matrix rate"),
-            *("peak memory", "peer", "compilation"),
+            *("model", "batch", "compared with", "speedup", "step time", "its step time", "tokens/s"),
+            *("share of matmul speed", "peak memory", "its peak memory", "compilation"),
         ],
         _training_row,
     ),
     "decoding": (
         [
-            *("model", "search", "sentences a call", "ours", "peer", "ratio", "a call, ours", "peer", "sentences/s"),
-            *("equal outputs", "of the limit", "BLEU"),
+            *("model", "search", "sentences per call", "ours", "compared with", "speedup", "time per call"),
+            *("its time per call", "sentences/s", "equal outputs", "share of the limit", "BLEU"),
         ],
         _decoding_row,
     ),
     "input_pipeline": (
         [
-            *("lengths", "batches", "consumer", "times faster than it", "batches/s", "shapes", "padding"),
-            "bits of the next shape, the last one known",
+            *("lengths", "batching", "consumer", "speed relative to the consumer", "batches/s", "shapes", "padding"),
+            "entropy of the next shape given the last one, in bits, of its maximum",
         ],
         _pipeline_row,
     ),
     "batching": (
         [
-            *("lengths", "model", "packed against bucketed", "a million tokens, packed", "bucketed"),
-            *("shapes, padding, compilation: packed", "bucketed"),
+            *("lengths", "model", "speed of packed relative to bucketed", "time per million tokens, packed"),
+            *("time per million tokens, bucketed", "packed: shapes, padding, compilation"),
+            "bucketed: shapes, padding, compilation",
         ],
         _batching_row,
     ),
-    "variants": (["choice", "against the defaults", "a step", "temporary memory", "compilation"], _variants_row),
-    "startup": (["", "median", "spread", "peak memory"], _startup_row),
+    "variants": (
+        ["setting", "speed relative to the defaults", "step time", "temporary memory", "compilation"],
+        _variants_row,
+    ),
+    "startup": (["", "median", "range", "peak memory"], _startup_row),
     "gpu_all": (["part", "time"], _part_row),
 }
 
@@ -271,7 +273,7 @@ def _plotted(lines: Sequence[Line]) -> list[Line]:
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:
-    """The ratios to peers with their spread, as bars; nothing where there are none."""
+    """Draw the speedups over other libraries as bars with their range. Write nothing if there are none."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -280,19 +282,21 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     shown = _plotted(lines)
     if not shown:
         return
-    # The same lines give the same file.
+    # A fixed hash salt and no date make the file a function of the measurements alone.
     with plt.rc_context({"svg.hashsalt": "benchmarks", "svg.fonttype": "none"}):
         figure, axes = plt.subplots(figsize=(9, 1 + 0.28 * len(shown)), layout="constrained")
-        places = range(len(shown))
+        positions = range(len(shown))
         medians = [line["ratio"]["median"] for line in shown]
         below = [line["ratio"]["median"] - line["ratio"]["min"] for line in shown]
         above = [line["ratio"]["max"] - line["ratio"]["median"] for line in shown]
         colors = ["#4472a8" if median >= 1 else "#c0803c" for median in medians]
-        axes.barh(places, medians, xerr=[below, above], color=colors, ecolor="#404040", capsize=2)
+        axes.barh(positions, medians, xerr=[below, above], color=colors, ecolor="#404040", capsize=2)
         axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_yticks(places, [f"{line['benchmark']}: {line['name']} ({line['device']})" for line in shown], size=7)
+        axes.set_yticks(
+            positions, [f"{line['benchmark']}: {line['name']} ({line['device']})" for line in shown], size=7
+        )
         axes.invert_yaxis()
-        axes.set_xlabel("times as fast as the peer: median, least and largest of the turns")
+        axes.set_xlabel("speedup over the other library: median and range")
         figure.savefig(path, format="svg", metadata={"Date": None})
         plt.close(figure)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md come from the committed results, and numbers arrive in them."""
+"""The tables of docs/log/benchmarks.md are rendered from the committed results."""
 
 import json
 
@@ -60,39 +60,39 @@ def section(text, name):
     return text.partition(f"<!-- begin {name} -->\n")[2].partition(f"<!-- end {name} -->")[0]
 
 
-def test_numbers_arrive(results, tmp_path):
+def test_tables_contain_the_measurements(results, tmp_path):
     document = tmp_path / "benchmarks.md"
     document.write_text(DOCUMENT)
     assert report.main(["--results", str(results), "--document", str(document), "--no-plot"]) == 0
     text = document.read_text()
-    row = "| tiny float32 | 64 x 32 | eager | **2.00** (1.90 to 2.25) | 110 ms | 210 ms | 12,345 | 43.2 % | 1,500 MB | "
+    row = "| tiny float32 | 64 x 32 | eager | **2.00x** (1.90-2.25) | 110 ms | 210 ms | 12,345 | 43.2 % | 1,500 MB | "
     assert row + "2,500 MB | 12.5 s |" in text
     step = section(text, "training_step cpu")
-    assert "777" not in step  # measured again since
+    assert "777" not in step  # replaced by a newer line
     assert "Not measured: base float32 vs compile (no compiler)." in step
-    assert "allocator tuned on both sides" in step
+    assert "tuned malloc on both sides" in step
     assert f"jax {environment()['versions']['jax']}" in step
-    decoding = "| small | greedy | 32 | ours | ctranslate2_int8 (2 x 1 threads) | **2.00** (1.90 to 2.25) | 110 ms | "
+    decoding = "| small | greedy | 32 | ours | ctranslate2_int8 (2 x 1 threads) | **2.00x** (1.90-2.25) | 110 ms | "
     assert decoding + "210 ms | 290.9 | 31 of 32 | 50.0 % |  |" in section(text, "decoding cpu")
-    pipeline = "| wmt | bucketed | tiny | **2.00** (1.90 to 2.25) | 111 | 12 | 7.9 % | 3.25 of 3.50 |"
+    pipeline = "| wmt | bucketed | tiny | **2.00x** (1.90-2.25) | 111 | 12 | 7.9 % | 3.25 of 3.50 |"
     assert pipeline in section(text, "input_pipeline cpu")
     assert "1, 3.0 %, 9 s | 12, 8.0 %, 99 s" in section(text, "batching cpu")
     variants = section(text, "variants cpu")
-    assert "| small float32 remat=layers | **2.00** (1.90 to 2.25) | 110 ms | 50 MB | 12.5 s |" in variants
+    assert "| small float32 remat=layers | **2.00x** (1.90-2.25) | 110 ms | 50 MB | 12.5 s |" in variants
     assert "xla: logits 0.01; cudnn: logits 0.011; equal: True" in variants
-    assert "| import jax | 450 ms | 400 ms to 500 ms |  |" in section(text, "startup cpu")
+    assert "| import jax | 450 ms | 400 ms-500 ms |  |" in section(text, "startup cpu")
     assert "| base | 99 s |" in section(text, "gpu_all gpu")
     assert section(text, "training_step gpu") == "Not measured yet.\n"
-    assert section(text, "plot") == "![Ratios to the peers](benchmarks.svg)\n"
+    assert section(text, "plot") == "![Speedup over other libraries](benchmarks.svg)\n"
     assert text.count("after") == len(NAMES)
     assert "old" not in text
-    # Again: nothing changes, and --check says so.
+    # Rendering again changes nothing, and --check passes.
     assert report.main(["--results", str(results), "--document", str(document), "--check"]) == 0
     document.write_text(text.replace("12,345", "12,346"))
     assert report.main(["--results", str(results), "--document", str(document), "--check"]) == 1
 
 
-def test_the_plot_has_every_ratio_and_is_the_same_each_time(results, tmp_path, monkeypatch, optional_package):
+def test_plot_has_every_speedup_and_is_deterministic(results, tmp_path, monkeypatch, optional_package):
     monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # and not the user's home
     optional_package("matplotlib")
     lines = report.read_lines(results)
@@ -105,17 +105,17 @@ def test_the_plot_has_every_ratio_and_is_the_same_each_time(results, tmp_path, m
     assert "import jax" not in text
 
 
-def test_mistakes_are_told(tmp_path):
-    with pytest.raises(ValueError, match="no table 'speed cpu'; legal: training_step"):
+def test_invalid_markers_and_results_raise(tmp_path):
+    with pytest.raises(ValueError, match="no table 'speed cpu'; expected one of training_step"):
         report.render("<!-- begin speed cpu -->\n<!-- end speed cpu -->\n", [])
     with pytest.raises(ValueError, match="not closed: startup cpu"):
         report.render("<!-- begin startup cpu -->\n", [])
     (tmp_path / "bad.jsonl").write_text('{"benchmark": "startup", "name": "x"}\n{"half": \n')
-    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not a line of a benchmark"):
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not a benchmark result"):
         report.read_lines(tmp_path)
 
 
-def test_the_document_is_what_the_committed_results_give():
+def test_document_is_up_to_date_with_the_committed_results():
     text = report.DOCUMENT.read_text(encoding="utf-8")
     assert report.render(text, report.read_lines(report.RESULTS)) == text
     assert report.render(text, []).count("Not measured yet.") >= 5  # the markers are there
