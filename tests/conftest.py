@@ -1,11 +1,15 @@
 """What every test runs under. All of it is set before jax is imported, here and in the workers of pytest-xdist,
 which inherit this environment and read this file again."""
 
+import dataclasses
+import fcntl
 import functools
 import gc
 import importlib
 import importlib.metadata
 import os
+import pickle
+import shutil
 import sys
 import tempfile
 import warnings
@@ -91,6 +95,39 @@ def optional_package():
             pytest.skip(message)
 
     return import_or_skip
+
+
+TINY_RECIPE = """
+import dataclasses
+from pathlib import Path
+from transformer_jax import Config
+
+def get_config(name="tiny"):
+    config = Config.from_json((Path(__file__).parent / "tiny.json").read_text())
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=48)) if name == "wide" else config
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A finished run of 4 steps, its corpus, and two recipes that describe it: tiny.json and tiny.py.
+
+    One worker trains it for all. Each worker has its own copy of the run, because commands write into runs; the corpus
+    is shared, because the run's configuration names it. A test that changes the run uses `tiny.copy`.
+    """
+    from transformer_jax.testing import train_tiny_run
+
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared_tiny"
+    with open(f"{shared}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not shared.with_suffix(".pickle").exists():
+            trained = train_tiny_run(shared)
+            (shared / "tiny.json").write_text(trained.config.to_json())
+            (shared / "tiny.py").write_text(TINY_RECIPE)
+            shared.with_suffix(".pickle").write_bytes(pickle.dumps(trained))
+    folder = Path(shutil.copytree(shared, own / "tiny"))
+    return dataclasses.replace(pickle.loads(shared.with_suffix(".pickle").read_bytes()), folder=folder)
 
 
 @pytest.fixture

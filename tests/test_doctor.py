@@ -8,17 +8,11 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import tiny_run
 
 from transformer_jax import cli, doctor
 from transformer_jax.checkpoint.checkpoint import load_params, save_params
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture

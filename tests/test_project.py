@@ -30,7 +30,7 @@ LAYERS = (
     ("interop", "visualization"),
     ("evaluation", "parity"),
     ("run", "doctor"),
-    ("experiments",),
+    ("experiments", "testing"),
     ("cli",),
     ("__init__",),
 )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -13,95 +12,11 @@ import pytest
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
+from transformer_jax.testing import tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
-
-ENGLISH = ["a", "the", "red", "blue", "dog", "cat", "house", "tree", "runs", "sees", "two", "three"]
-GERMAN = ["ein", "der", "rot", "blau", "hund", "katze", "haus", "baum", "rennt", "sieht", "zwei", "drei"]
-
-
-def write_corpus(folder: Path, train: int = 200, valid: int = 8, test: int = 12) -> None:
-    """Sentences of two to six words, translated word for word."""
-    rng = random.Random(0)
-    folder.mkdir(parents=True)
-    for split, count in (("train", train), ("valid", valid), ("test", test)):
-        rows = [[rng.randrange(len(ENGLISH)) for _ in range(rng.randrange(2, 7))] for _ in range(count)]
-        for language, words in (("en", ENGLISH), ("de", GERMAN)):
-            lines = "".join(" ".join(words[i] for i in row) + "\n" for row in rows)
-            (folder / f"{split}.{language}").write_text(lines, encoding="utf-8")
-
-
-def tiny_config(directory: Path, **training) -> Config:
-    return Config(
-        model=ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32),
-        data=DataConfig(source="text", directory=str(directory), batch_tokens=600, max_length=100, max_shapes=1),
-        training=TrainingConfig(
-            **{"num_steps": 4, "log_every": 1, "validate_every": 4, "checkpoint_every": 2, "valid_sentences": 2}
-            | {"num_samples": 1, "schedule": "constant", "warmup_steps": 1, "peak_learning_rate": 1e-2}
-            | training
-        ),
-        decoding=DecodingConfig(beam_size=1, max_length_offset=3),
-    )
-
-
-RECIPE = """
-import dataclasses
-from pathlib import Path
-from transformer_jax import Config
-
-def get_config(name="tiny"):
-    config = Config.from_json((Path(__file__).parent / "tiny.json").read_text())
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=48)) if name == "wide" else config
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiny:
-    """What `tiny_run` made."""
-
-    folder: Path
-    said: list[str]
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "runs" / "tiny"
-
-    @property
-    def corpus(self) -> Path:
-        return self.folder / "corpus"
-
-    @property
-    def config(self) -> Config:
-        return RunDir(self.run).load_config()
-
-    def copy(self, to: Path) -> Path:
-        """A copy of the run, to be changed."""
-        return Path(shutil.copytree(self.run, to))
-
-
-_made: dict[Path, Tiny] = {}
-
-
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A corpus, a recipe and its finished run of 4 steps; made once for all files of this process."""
-    base = tmp_path_factory.getbasetemp()
-    if base not in _made:
-        folder = base / "tiny"
-        write_corpus(folder / "corpus")
-        (folder / "tiny.json").write_text(tiny_config(folder / "corpus").to_json())
-        (folder / "tiny.py").write_text(RECIPE)
-        said: list[str] = []
-        commands.train(tiny_config(folder / "corpus"), folder / "runs" / "tiny", said.append)
-        _made[base] = Tiny(folder, said)
-    return _made[base]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -129,11 +44,11 @@ def test_a_run_holds_all_that_later_commands_need(tiny):
 
 def test_the_result_is_said_last_and_written(tiny):
     result = json.loads(RunDir(tiny.run).result.read_text())
-    assert tiny.said[-1] == f"exact match {result['exact_match']:.2f} %"
+    assert tiny.log[-1] == f"exact match {result['exact_match']:.2f} %"
     assert result["num_sentences"] == 12
     assert result["bleu_signature"].startswith("nrefs:1")
-    assert sum("  ->  " in line for line in tiny.said) >= 3, "a few translations are shown"
-    reports = [line for line in tiny.said if "200 pairs: 200 kept" in line]
+    assert sum("  ->  " in line for line in tiny.log) >= 3, "a few translations are shown"
+    reports = [line for line in tiny.log if "200 pairs: 200 kept" in line]
     assert len(reports) == 1, "what the filter left out is counted in the log"
 
 
@@ -154,7 +69,7 @@ def test_a_finished_run_says_so_and_says_its_result_again(tiny):
     said: list[str] = []
     assert commands.train(tiny.config, tiny.run, said.append) is None
     assert said[0] == f"{tiny.run} is finished: step 4 of 4"
-    assert said[-1] == tiny.said[-1]
+    assert said[-1] == tiny.log[-1]
     assert RunDir(tiny.run).metrics.read_bytes() == before
 
 
@@ -241,7 +156,7 @@ def test_a_folder_of_something_else_stays_as_it_is(tiny, tmp_path):
 
 def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_path):
     # Other text and a rate of almost nothing: what comes out is what was taken.
-    write_corpus(tmp_path / "corpus", train=20, test=2)
+    write_tiny_corpus(tmp_path / "corpus", train=20, test=2)
     for name in ("train.en", "train.de"):
         path = tmp_path / "corpus" / name
         path.write_text(path.read_text().replace("a", "zyx"))

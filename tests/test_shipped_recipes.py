@@ -6,8 +6,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from test_run import ENGLISH, GERMAN
-from tiny import one_device
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
@@ -17,6 +15,7 @@ from transformer_jax.data.corpus import read_split
 from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.presets import load_recipe, preset
+from transformer_jax.testing import ENGLISH, GERMAN, one_device_mesh
 from transformer_jax.types import UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -30,7 +29,7 @@ def recipe(name: str) -> Config:
 @pytest.fixture
 def on_one_device(monkeypatch):
     """Trains on one device of the eight, which compiles and runs faster; others test those."""
-    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())
+    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())
 
 
 def sentences(words: list[str], count: int) -> list[str]:

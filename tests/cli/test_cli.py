@@ -12,18 +12,12 @@ from pathlib import Path
 import pytest
 from command_line import plain
 from processes import xla_flags
-from test_run import tiny_run
 
 from transformer_jax import run as commands
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.evaluation import evaluate as score_commands
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture

@@ -8,18 +8,12 @@ import shutil
 
 import pytest
 from command_line import plain
-from test_run import tiny_run
 
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.evaluation import validation as evaluation
 
 EMPTY, ESCAPED = (Hypothesis(text, -1.0, -1.0, 1) for text in ("", "c&apos; est &quot; bien &quot; ."))
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 def test_evaluate_reads_files_and_says_one_object_a_run(cli, tiny, tmp_path):

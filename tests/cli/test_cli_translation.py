@@ -10,7 +10,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from test_run import tiny_run
 
 from transformer_jax import cli as module
 from transformer_jax.cli import translation
@@ -21,11 +20,6 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError
 
 LINES = ["the dog", "", "a \ud83d\udc15 dog".encode("utf-16", "surrogatepass").decode("utf-16")]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

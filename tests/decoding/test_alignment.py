@@ -4,8 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from test_run import tiny_run
-from test_translator import make, sentences
+from translator_cases import make, sentences
 
 from transformer_jax.decoding import alignment
 from transformer_jax.decoding.alignment import align
@@ -74,11 +73,6 @@ def test_a_layer_that_is_not_there():
     translator = make()
     with pytest.raises(UserError, match="layer is 2; the decoder has layers 1 to 1"):
         align(translator, ["one"], translator.translate_n_best(["one"], 1), layer=2)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.mark.parametrize("most", [2**24, 1])

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import tiny_run
 
 from transformer_jax import run as commands
 from transformer_jax.config import Config, Sampling
@@ -24,11 +23,6 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError
 
 LINES = ["the dog", "", "a cat sees the blue house", "two"]
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

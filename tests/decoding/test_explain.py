@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from search_cases import EOS, PAD, REFERENCES, START, STOPPINGS, UNK, Model, beams, continuations, penalty, quick_jit
-from test_translator import make
+from translator_cases import make
 
 from transformer_jax import cli
 from transformer_jax.config import DecodingConfig

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import tiny_run
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
@@ -15,11 +14,6 @@ from transformer_jax.decoding import batches
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.model.transformer import Transformer
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

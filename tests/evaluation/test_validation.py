@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_run import tiny_run
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import encode_pairs
@@ -24,11 +23,6 @@ from transformer_jax.training.sharding import make_mesh, replicated
 from transformer_jax.types import SPECIAL_TOKENS, UserError
 
 MESH = make_mesh(-1, 1, 1)  # all simulated devices, as in training
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

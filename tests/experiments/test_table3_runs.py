@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from command_line import plain
-from test_run import write_corpus
-from tiny import one_device
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.run_dir import RunDir
@@ -20,6 +18,7 @@ from transformer_jax.experiments.cost import parameters_by_part
 from transformer_jax.experiments.table3 import PAPER, ROWS, scaled, table3_config
 from transformer_jax.experiments.table3_runs import plot_table3, rank_correlation, render, run_table3
 from transformer_jax.presets import load_recipe
+from transformer_jax.testing import one_device_mesh, write_tiny_corpus
 from transformer_jax.types import UserError
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "configs" / "table3.py")
@@ -86,7 +85,7 @@ def test_what_makes_no_model_is_refused(row, model, scale, message):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table3") / "corpus"
-    write_corpus(folder)
+    write_tiny_corpus(folder)
     for language, words in (("en", "the dog runs"), ("de", "der hund rennt")):
         (folder / f"valid.{language}").write_text(8 * f"{words}\n")  # of one length: fewer shapes to compile
     return folder
@@ -106,7 +105,7 @@ def flags(corpus: Path, workdir: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*translated into nothing")  # after so few steps
 def test_two_rows_are_trained_scored_and_set_beside_the_papers(cli, corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())  # compiles faster than eight
+    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())  # compiles faster than eight
     (tmp_path / "table3.jsonl").write_text('{"row": "C1", torn')
     cleared = []
     monkeypatch.setattr(ablation.jax, "clear_caches", lambda: cleared.append(None))  # what other tests compiled stays

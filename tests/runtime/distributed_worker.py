@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS / "training"), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from transformer_jax.runtime import distributed
 
@@ -19,12 +19,13 @@ assert distributed.join(distributed.Cluster(sys.argv[1], int(sys.argv[2]), int(s
 
 import jax
 import numpy as np
-from tiny import make_batch, make_config, train
+from tiny_training import make_config, train
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
+from transformer_jax.testing import random_batch
 from transformer_jax.training.sharding import make_mesh, put_batch, row_parts
 from transformer_jax.types import Batch, UserError
 
@@ -38,7 +39,7 @@ def batches_on(mesh, send_at=-1):
         while True:
             if position == send_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            whole = make_batch(position, rows=16)
+            whole = random_batch(position, rows=16)
             yield Batch(*(array[row_parts(mesh).rows(16)] for array in whole if array is not None))
             position += 1
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from processes import xla_flags
-from test_run import tiny_config, write_corpus
-from tiny import make_batch, make_config, train
+from tiny_training import make_config, train
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, TokenizerConfig
 from transformer_jax.runtime.distributed import Cluster, is_cluster, join
+from transformer_jax.testing import random_batch, tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,12 +62,12 @@ def config_of(corpus, **training):
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus") / "text"
-    write_corpus(folder, valid=8, test=8)
+    write_tiny_corpus(folder, valid=8, test=8)
     return folder
 
 
 def batches(position):
-    return (make_batch(position + i, rows=16) for i in range(100))
+    return (random_batch(position + i, rows=16) for i in range(100))
 
 
 # ---------------------------------------------------------------------------------------------- two times four devices

@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import optax
-from tiny import MODEL, assert_same_bits, make_config, train
+from tiny_training import MODEL, make_config, train
 
 from transformer_jax.checkpoint.checkpoint import load_params
 from transformer_jax.config import TrainingConfig
+from transformer_jax.testing import assert_trees_identical
 from transformer_jax.training.early_stopping import EarlyStopping
 from transformer_jax.training.loop import Evaluation
 from transformer_jax.training.optimizer import eval_params, make_optimizer, update_count
@@ -42,11 +43,11 @@ def test_validations_and_checkpoints_have_the_average_and_the_run_learns_the_sam
     config = make_config(ema_decay=0.5, validate_every=2)
     train(tmp_path / "run", make_config(ema_decay=0.5, num_steps=2), evaluate=evaluate)
     state = train(tmp_path / "run", config, evaluate=evaluate).state
-    assert_same_bits(state.params, plain.params)
-    assert_same_bits(seen[-1], eval_params(state))
+    assert_trees_identical(state.params, plain.params)
+    assert_trees_identical(seen[-1], eval_params(state))
     assert np.abs(seen[-1]["embedding"]["table"] - state.params["embedding"]["table"]).max() > 1e-3
     for step, params in zip((2, 4), seen, strict=True):
-        assert_same_bits(load_params(tmp_path / "run" / "checkpoints" / str(step), MODEL), params)
+        assert_trees_identical(load_params(tmp_path / "run" / "checkpoints" / str(step), MODEL), params)
     # An average lies where its parameter lies.
     mesh = make_mesh(2, 2, 2)
     shardings = tree_shardings(state, mesh)
@@ -66,7 +67,7 @@ def test_training_ends_when_validations_got_no_better_and_so_does_a_resumed_one(
     assert (outcome.step, outcome.stopped_early, outcome.interrupted_by) == (4, True, None)
     again = train(tmp_path / "run", config, batches=lambda position: iter(()))
     assert (again.step, again.stopped_early) == (4, True)
-    assert_same_bits(again.state, outcome.state)
+    assert_trees_identical(again.state, outcome.state)
 
     train(tmp_path / "cut", make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
     resumed = train(tmp_path / "cut", config, evaluate=losses_of(values[3:]))

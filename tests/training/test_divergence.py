@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import MODEL, assert_same_bits, batches_from, make_batch, make_config, train
+from tiny_training import MODEL, batches_from, make_config, train
 
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.testing import assert_trees_identical, random_batch
 from transformer_jax.training import divergence
 from transformer_jax.training.divergence import MAX_IN_A_ROW, find_bad
 from transformer_jax.training.optimizer import make_optimizer
@@ -50,7 +51,7 @@ def changed(params, path, value):
     ],
 )
 def test_the_first_bad_layer_in_the_order_of_the_forward_pass(params, path, value, first):
-    found = find_bad(make_config(), changed(params, path, value), make_batch(0), dropout_rng(0), 1)
+    found = find_bad(make_config(), changed(params, path, value), random_batch(0), dropout_rng(0), 1)
     assert found["first"].startswith(first), found["first"]
     assert found["parameters"] == ([path] if np.isnan(value) else [])
     before, after = ("embedding", "encoder/layer_0/self_attention"), "decoder/layer_0/feed_forward_norm"
@@ -73,7 +74,7 @@ def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
         params["output_projection"]["kernel"] = jnp.asarray(
             np.outer(signs * np.float32(size), np.arange(16) == 4), jnp.float32
         )
-        batch = make_batch(0)
+        batch = random_batch(0)
         batch = batch._replace(tgt_out=np.where(batch.tgt_out > 3, 4, batch.tgt_out))
         found = find_bad(config, params, batch, dropout_rng(0), 1)
         assert found["first"].startswith(first), found
@@ -89,12 +90,14 @@ def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
     params = changed(state.params, "decoder/layer_0/feed_forward_norm/scale", 1e25)
     params["embedding"]["table"] = table * 1e-6
     state = state.replace(params=params)
-    new, metrics = jax.jit(partial(train_step, model=model, optimizer=optimizer))(state, make_batch(0), dropout_rng(0))
+    new, metrics = jax.jit(partial(train_step, model=model, optimizer=optimizer))(
+        state, random_batch(0), dropout_rng(0)
+    )
     assert jnp.isfinite(metrics.loss)
     assert not jnp.isfinite(metrics.grad_norm)
     assert not metrics.updated
-    assert_same_bits(new.params, state.params)
-    assert_same_bits(new.opt_state, state.opt_state)
+    assert_trees_identical(new.params, state.params)
+    assert_trees_identical(new.opt_state, state.opt_state)
     assert new.step == 1
 
 
@@ -103,14 +106,14 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypat
     flags = {f"{number:06d} {name}": True for number, name in enumerate(calls)}
     largest = jax.tree.map(lambda leaf: np.float32(np.inf), params)
     monkeypatch.setattr(divergence, "_look", lambda *_, **__: (np.float32(1), flags, largest))
-    found = find_bad(make_config(), params, make_batch(0), dropout_rng(0), 1)
+    found = find_bad(make_config(), params, random_batch(0), dropout_rng(0), 1)
     places = [next(i for i, path in enumerate(found["gradients"]) if path.startswith(name + "/")) for name in calls]
     assert places == sorted(places, reverse=True)
     assert len(found["gradients"]) == len(jax.tree.leaves(params))
 
 
 def test_parts_of_a_batch_are_looked_at_one_by_one(params):
-    batch = make_batch(0, rows=16)
+    batch = random_batch(0, rows=16)
     batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
     found = find_bad(make_config(accumulate=2), params, batch, dropout_rng(0), 1)
     assert found["first"] == "the output of embedding"
@@ -151,8 +154,8 @@ def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path
     # Step 3 was under way by then, and has changed nothing: the parameters are those that step 2 met.
     ((step, params, batch),) = looked_into
     assert step == 2
-    assert_same_bits(params, load_params(folder / "checkpoints" / "1", MODEL))
-    assert_same_bits(batch, make_batch(1))
+    assert_trees_identical(params, load_params(folder / "checkpoints" / "1", MODEL))
+    assert_trees_identical(batch, random_batch(1))
 
 
 def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch):
@@ -162,7 +165,7 @@ def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
     assert checkpoint_steps(RunDir(tmp_path / "run")) == [1, 2, 3, 4]
     after = [load_params(tmp_path / "run" / "checkpoints" / step, MODEL) for step in "23"]
-    assert_same_bits(*after)
+    assert_trees_identical(*after)
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert rows[2] == {"step": 3, "skipped": 1}
@@ -182,7 +185,7 @@ def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch)
         dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3)),
         batches=poisoned_from(3),
     )
-    assert_same_bits(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
+    assert_trees_identical(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
 
 
 def test_skipping_ends_after_so_many_in_a_row(tmp_path, monkeypatch, capsys):
@@ -204,5 +207,5 @@ def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "find_bad", fails)
     policy = divergence.Divergence(make_config(), RunDir(tmp_path), dropout_rng(0), sentences, 1)
     with pytest.raises(UserError, match=r"the loss is nan; first: unknown: .*MemoryError: no room"):
-        policy.handle(1, "the loss is nan", make_batch(0), {})
+        policy.handle(1, "the loss is nan", random_batch(0), {})
     assert (tmp_path / "diverged-1.json").is_file()

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import MODEL, assert_close, assert_same_bits, batches_from, make_batch, make_config, one_device, train
+from tiny_training import MODEL, batches_from, make_config, train
 
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.testing import assert_trees_close, assert_trees_identical, one_device_mesh, random_batch
 from transformer_jax.training import loop
 from transformer_jax.training.loop import Evaluation
 from transformer_jax.training.optimizer import make_optimizer
@@ -63,13 +64,13 @@ def test_four_steps_are_two_and_two_more_bit_for_bit(whole, tmp_path):
     outcome = train(folder, make_config(), batches=batches)
     assert (outcome.step, outcome.interrupted_by, steps_of(folder)) == (4, None, [2, 4])
     assert positions == [0, 2]
-    assert_same_bits(outcome.state, whole[1])
+    assert_trees_identical(outcome.state, whole[1])
     assert len(lessons(folder)) == 4
     assert lessons(folder) == lessons(whole[0])
     # A checkpoint is what the state was then: the donated steps that came after it have changed nothing in it.
     for step, tree in ((2, half.state.params), (4, outcome.state.params)):
         for run in (folder, whole[0]):
-            assert_same_bits(load_params(run / "checkpoints" / str(step), MODEL), tree)
+            assert_trees_identical(load_params(run / "checkpoints" / str(step), MODEL), tree)
 
 
 def test_another_mesh_goes_on_where_the_first_stopped(whole, tmp_path):
@@ -78,7 +79,7 @@ def test_another_mesh_goes_on_where_the_first_stopped(whole, tmp_path):
     mesh = make_mesh(2, 2, 2)
     outcome = train(folder, make_config(), mesh=mesh)
     np.testing.assert_allclose([row[1] for row in lessons(folder)], [row[1] for row in lessons(whole[0])], rtol=1e-5)
-    assert_close(outcome.state.opt_state, whole[1].opt_state, rtol=1e-3, atol=1e-5)
+    assert_trees_close(outcome.state.opt_state, whole[1].opt_state, rtol=1e-3, atol=1e-5)
     table = outcome.state.params["embedding"]["table"]
     assert table.sharding == tree_shardings(outcome.state.params, mesh)["embedding"]["table"]
 
@@ -87,7 +88,7 @@ def test_a_finished_run_takes_no_step(whole):
     before = (whole[0] / "metrics.jsonl").read_text()
     outcome = train(whole[0], make_config(), batches=lambda position: iter(()))
     assert outcome.step == 4
-    assert_same_bits(outcome.state, whole[1])
+    assert_trees_identical(outcome.state, whole[1])
     assert (whole[0] / "metrics.jsonl").read_text() == before
 
 
@@ -127,7 +128,7 @@ def test_a_signal_saves_the_step_in_hand_and_leaves(name, place, whole, tmp_path
     assert steps_of(folder) == [3]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     if place == "batches" and name == "SIGTERM":
-        assert_same_bits(train(folder, make_config()).state, whole[1])
+        assert_trees_identical(train(folder, make_config()).state, whole[1])
         assert lessons(folder) == lessons(whole[0])
 
 
@@ -148,7 +149,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path, request):
     def batches(position):
         for _ in range(2):  # in this thread and at once: two on their way at the same time would be one
             signal.raise_signal(signal.SIGINT)
-        yield make_batch(0)
+        yield random_batch(0)
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", make_config(), batches=batches)
@@ -242,10 +243,10 @@ def test_what_was_announced_compiles_before_the_first_step_and_nothing_later(tmp
         jax.config.update("jax_transfer_guard_host_to_device", "disallow")
         while True:
             after_step.append(len(found))
-            yield make_batch(position, length=6 + 2 * (position % 2))
+            yield random_batch(position, length=6 + 2 * (position % 2))
             position += 1
 
-    warmup_batches = [make_batch(0, length=length) for length in (6, 8)]
+    warmup_batches = [random_batch(0, length=length) for length in (6, 8)]
     try:
         with compilations() as found:
             train(tmp_path / "run", make_config(), batches=batches, warmup_batches=warmup_batches)
@@ -259,7 +260,7 @@ def test_what_was_announced_compiles_before_the_first_step_and_nothing_later(tmp
 
 def test_another_shape_is_warned_of(tmp_path):
     with pytest.warns(UserWarning, match="8 rows of 6 \\+ 6 tokens was not warmup_batches"):
-        train(tmp_path / "run", make_config(num_steps=1), warmup_batches=[make_batch(0, length=8)])
+        train(tmp_path / "run", make_config(num_steps=1), warmup_batches=[random_batch(0, length=8)])
 
 
 def test_a_trace_of_some_steps_can_be_written(tmp_path):
@@ -289,7 +290,7 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch, caps
 
     def batches(position):
         while True:
-            yield make_batch(position, length=6 + 2 * (position % 2))
+            yield random_batch(position, length=6 + 2 * (position % 2))
             position += 1
 
     monkeypatch.setattr(loop, "train_step", counted_step)
@@ -337,12 +338,12 @@ def test_a_checkpoint_is_due_after_so_many_seconds(tmp_path):
 def test_given_parameters_are_started_from_and_left_alone(tmp_path):
     optimizer = make_optimizer(make_config().training, MODEL.d_model)
     given = jax.jit(lambda rng: init_state(Transformer(MODEL), optimizer, rng).params)(init_rng(99))
-    given = jax.device_put(given, jax.sharding.NamedSharding(one_device(), jax.sharding.PartitionSpec()))
+    given = jax.device_put(given, jax.sharding.NamedSharding(one_device_mesh(), jax.sharding.PartitionSpec()))
     copy = jax.tree.map(np.array, given)
     config = make_config(num_steps=1, schedule="constant", peak_learning_rate=1e-12, warmup_steps=1)
     outcome = train(tmp_path / "run", config, initial_params=given)
-    assert_close(outcome.state.params, copy)
-    assert_same_bits(given, copy)  # not donated to the first step
+    assert_trees_close(outcome.state.params, copy)
+    assert_trees_identical(given, copy)  # not donated to the first step
     assert outcome.state.opt_state[0].count == 1
 
 

@@ -7,12 +7,13 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL, assert_close
+from tiny_training import MODEL
 
 from transformer_jax.config import TrainingConfig
 from transformer_jax.data.batching import Rows, Shape, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.testing import assert_trees_close
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.sharding import batch_sharding, make_mesh, put_batch
 from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
@@ -51,15 +52,15 @@ def test_the_update_is_that_of_the_pairs_one_a_row(alone, accumulate, devices):
     shardings = {"in_shardings": (None, batch_sharding(mesh), None)} if mesh else {}
     new_state, metrics = jax.jit(step, **shardings)(state, batch, dropout_rng(0))
     assert metrics.num_tokens == expected.num_tokens == np.sum(pairs().target_lengths)
-    assert_close(metrics, expected)
-    assert_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
+    assert_trees_close(metrics, expected)
+    assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
 
 
 def test_evaluation_is_too(alone):
     step = jax.jit(partial(eval_step, model=QUIET))
     one, other = (step(alone[0].params, batch) for batch in (ALONE, PACKED))
     assert one.num_tokens == other.num_tokens
-    assert_close(one, other)
+    assert_trees_close(one, other)
 
 
 def test_rows_hold_what_is_meant():

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import MODEL, assert_close, make_batch, make_config, train
+from tiny_training import MODEL, make_config, train
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.testing import assert_trees_close, random_batch
 from transformer_jax.training.sharding import make_mesh, partition_spec, put_batch, row_multiple, tree_shardings
 from transformer_jax.types import UserError
 
@@ -83,7 +84,7 @@ def test_an_optimizer_state_lies_where_its_parameter_lies():
 @pytest.fixture(scope="module")
 def batches():
     """The same batches for every mesh: rows for eight devices in two parts."""
-    return lambda position: (make_batch(position + i, rows=16) for i in range(100))
+    return lambda position: (random_batch(position + i, rows=16) for i in range(100))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_eight_devices_learn_what_one_learns(sizes, alone, batches, tmp_path):
     outcome = train(tmp_path / "run", make_config(), mesh=mesh, batches=batches)
     assert len(alone[0]) == 4
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[0], rtol=1e-5)
-    assert_close(outcome.state.opt_state, alone[1].opt_state, rtol=1e-3, atol=1e-5)
+    assert_trees_close(outcome.state.opt_state, alone[1].opt_state, rtol=1e-3, atol=1e-5)
     # Every array is where the table says: parameters, and both moments of Adam alike.
     wanted = paths(tree_shardings(outcome.state.params, mesh))
     adam = outcome.state.opt_state[0]
@@ -150,7 +151,7 @@ def test_an_axis_that_does_not_divide_names_both():
 
 
 def test_rows_of_a_batch_are_split_over_data_and_fsdp():
-    batch = make_batch(0)
+    batch = random_batch(0)
     put = put_batch(batch, make_mesh(2, 2, 2))
     for rows, array in zip(jax.tree.leaves(batch), jax.tree.leaves(put), strict=True):
         np.testing.assert_array_equal(array, rows)

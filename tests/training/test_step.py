@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 import reference
-from tiny import MODEL, assert_close, assert_same_bits, make_batch
+from tiny_training import MODEL
 
 from transformer_jax.config import TrainingConfig
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.testing import assert_trees_close, assert_trees_identical, random_batch
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
 from transformer_jax.types import PAD_ID
@@ -52,19 +53,19 @@ def with_empty_rows(batch, count):
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_accumulation_changes_nothing(accumulate):
     # Parts of very different numbers of tokens: the mean of their means would be something else.
-    batch = make_batch(0, rows=4)
-    batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, make_batch(1, rows=4))
+    batch = random_batch(0, rows=4)
+    batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, random_batch(1, rows=4))
     batch.tgt_out[::4, 1:] = PAD_ID
     state, step = compiled()
     expected_state, expected = step(state, batch, RNG)
     new_state, metrics = compiled(accumulate=accumulate)[1](state, batch, RNG)
     assert metrics.num_tokens == expected.num_tokens == np.sum(batch.tgt_out != PAD_ID)
-    assert_close(metrics, expected)
-    assert_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
+    assert_trees_close(metrics, expected)
+    assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
 
 
 def test_loss_and_gradient_are_means_over_the_tokens_of_the_whole_batch():
-    batch = make_batch(0)
+    batch = random_batch(0)
     state, step = compiled()
     _, metrics = step(state, batch, RNG)
     logits = Transformer(MODEL).apply({"params": state.params}, *inputs(batch), deterministic=True)
@@ -77,30 +78,30 @@ def test_loss_and_gradient_are_means_over_the_tokens_of_the_whole_batch():
 
 def test_empty_rows_change_nothing():
     state, step = compiled()
-    batch = make_batch(0)
+    batch = random_batch(0)
     expected_state, expected = step(state, batch, RNG)
     new_state, metrics = step(state, with_empty_rows(batch, 3), RNG)
     assert metrics.num_tokens == expected.num_tokens
-    assert_close(metrics, expected)
-    assert_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
+    assert_trees_close(metrics, expected)
+    assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
 
 
 def test_a_batch_of_empty_rows_gives_no_nan():
     state, step = compiled()
-    new_state, metrics = step(state, with_empty_rows(jax.tree.map(lambda rows: rows[:0], make_batch(0)), 8), RNG)
+    new_state, metrics = step(state, with_empty_rows(jax.tree.map(lambda rows: rows[:0], random_batch(0)), 8), RNG)
     assert metrics.num_tokens == metrics.loss == metrics.grad_norm == 0
-    assert_same_bits(new_state.params, state.params)
+    assert_trees_identical(new_state.params, state.params)
 
 
 def test_the_same_state_and_batch_give_the_same_result_bit_for_bit():
     state, step = compiled(dropout=0.3)
-    batch = make_batch(0)
-    assert_same_bits(step(state, batch, RNG), step(state, batch, RNG))
+    batch = random_batch(0)
+    assert_trees_identical(step(state, batch, RNG), step(state, batch, RNG))
 
 
 def test_randomness_is_fold_in_of_the_step_and_nothing_else():
     state, step = compiled(dropout=0.3)
-    batch = make_batch(0)
+    batch = random_batch(0)
     for number in (0, 5):
         _, metrics = step(state.replace(step=jnp.int32(number)), batch, RNG)
         logits = make_model(0.3).apply(
@@ -124,7 +125,7 @@ def test_keys_of_a_run_differ_by_seed_and_purpose():
 
 def test_one_update_moves_step_and_optimizer_along():
     state, step = compiled()
-    new_state, _ = step(state, make_batch(0), RNG)
+    new_state, _ = step(state, random_batch(0), RNG)
     assert (state.step, new_state.step) == (0, 1)
     assert optax.tree.get(new_state.opt_state, "mu") is not None
     changed = jax.tree.map(lambda old, new: bool(np.any(old != new)), state.params, new_state.params)
@@ -133,7 +134,7 @@ def test_one_update_moves_step_and_optimizer_along():
 
 def test_a_tiny_batch_is_learned_by_heart():
     state, step = compiled(smoothing=0.0, rate=0.01)
-    batch = make_batch(0, rows=4)
+    batch = random_batch(0, rows=4)
     losses = []
     for _ in range(80):
         state, metrics = step(state, batch, RNG)
@@ -143,7 +144,7 @@ def test_a_tiny_batch_is_learned_by_heart():
 
 
 def test_evaluation_has_neither_dropout_nor_smoothing():
-    batch = with_empty_rows(make_batch(0), 1)
+    batch = with_empty_rows(random_batch(0), 1)
     state, _ = compiled()
     model = make_model(0.5)
     sums = jax.jit(partial(eval_step, model=model))(state.params, jax.tree.map(jnp.asarray, batch))

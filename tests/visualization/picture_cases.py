@@ -13,6 +13,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.visualization.attention import Attention, Maps
 
+HOSTILE = ["</script>", "<img src=x onerror=\"window.broken='yes'\">", "<!--", "&lt;{{data}}", "\u2028\\u003c'\"`${1}"]
 SENTENCE = "Ein Hund l\u00e4uft."
 
 

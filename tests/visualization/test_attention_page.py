@@ -7,8 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from picture_cases import made_up
-from test_attention_pictures import HOSTILE
+from picture_cases import HOSTILE, made_up
 
 from transformer_jax.visualization.attention import View
 from transformer_jax.visualization.page import attention_page

@@ -10,8 +10,7 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from picture_cases import SENTENCE, made_up, small_translator
-from test_run import tiny_run
+from picture_cases import HOSTILE, SENTENCE, made_up, small_translator
 
 from transformer_jax import cli
 from transformer_jax.model.transformer import Transformer, attention_maps
@@ -20,9 +19,6 @@ from transformer_jax.visualization.attention import View, attention_of, draw_att
 from transformer_jax.visualization.attention_figure import draw_lines, draw_map, heads_of
 from transformer_jax.visualization.canvas import head_colors
 from transformer_jax.visualization.page import attention_page
-
-HOSTILE = ["</script>", "<img src=x onerror=\"window.broken='yes'\">", "<!--", "&lt;{{data}}", "\u2028\\u003c'\"`${1}"]
-
 
 # -------------------------------------------------------------------------------------------------------- the weights
 
@@ -216,8 +212,8 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command(tmp_path_factory, tmp_path, capsys, optional_package):
-    run = tiny_run(tmp_path_factory).run
+def test_the_command(tiny, tmp_path, capsys, optional_package):
+    run = tiny.run
     command = ["attention", str(run), "the dog", "--output", str(tmp_path / "a.html"), "--no-compilation-cache"]
     assert cli.main([*command, "--target", "der hund", "--kind", "encoder", "--layer", "1", "--head", "2"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'a.html'}: der hund\n"

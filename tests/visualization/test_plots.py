@@ -7,7 +7,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_run import tiny_run
 
 from transformer_jax import cli
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
@@ -16,11 +15,6 @@ from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import UserError
 from transformer_jax.visualization import plots
 from transformer_jax.visualization.plots import Subject, load_subject, plot
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    return tiny_run(tmp_path_factory)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from command_line import plain
-from tiny import one_device
 
 from transformer_jax import run as commands
 from transformer_jax.config import Config
@@ -17,6 +16,7 @@ from transformer_jax.experiments.parsing.bracketing import score_brackets
 from transformer_jax.experiments.parsing.command import prepare, score
 from transformer_jax.experiments.parsing.trees import read_trees
 from transformer_jax.presets import load_recipe
+from transformer_jax.testing import one_device_mesh
 from transformer_jax.types import UserError
 
 RECIPE = str(Path(__file__).resolve().parents[3] / "configs" / "parsing_wsj.py")
@@ -139,7 +139,7 @@ def test_a_run_from_the_sample_to_f1(cli, data_folder, tmp_path, monkeypatch):
     for name, count in (("train", 12), ("valid", 4)):
         (tmp_path / f"{name}.mrg").write_text("\n".join(sorted(lines, key=len)[:count]))
     prepare({name: [tmp_path / f"{name}.mrg"] for name in ("train", "valid")}, tmp_path / "wsj", lambda line: None)
-    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device())  # compiles faster than eight
+    monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())  # compiles faster than eight
     commands.train(config_of(tmp_path / "wsj"), tmp_path / "run", lambda line: None)
     done = cli("parsing", "score", tmp_path / "run", "--beam-size", "1", "--json")
     assert done.status == 0, done.err
