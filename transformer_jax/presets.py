@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
 # The id -1 is the last row of the embedding table.
@@ -207,8 +208,4 @@ def _callable_without_arguments(function: Callable[..., Any]) -> bool:
 
 def load_config(path: Path) -> Config:
     """Reads a `config.json`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
-    return Config.from_json(text, str(path))
+    return Config.from_json(read_text(path), str(path))

@@ -16,7 +16,7 @@ import numpy as np
 from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.checkpoint.recovery import recover
-from transformer_jax.checkpoint.run_dir import RunDir, locked, write_atomically
+from transformer_jax.checkpoint.run_dir import RunDir, locked
 from transformer_jax.config import Config
 from transformer_jax.data.batching import Plan, Rows, make_batch
 from transformer_jax.data.corpus import read_split
@@ -37,7 +37,7 @@ from transformer_jax.runtime.distributed import (
     run_on_main,
     together,
 )
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import read_json, to_json, write_atomically
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
 from transformer_jax.types import Batch, Params, RowParts, UserError
@@ -252,10 +252,9 @@ def _check_same_function(old: Config, new: Config) -> None:
 def _earlier_result(run: RunDir) -> dict[str, Any]:
     """What `result.json` says; nothing if it is not there or damaged: it can be computed again."""
     try:
-        result = json.loads(run.result.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(run.result)
+    except UserError:
         return {}
-    return result if isinstance(result, dict) else {}
 
 
 def _asked(config: Config) -> dict[str, Any]:

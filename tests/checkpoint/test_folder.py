@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from transformer_jax.checkpoint.run_dir import RunDir, truncate_after, write_atomically
+from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
 from transformer_jax.types import UserError
 
@@ -74,25 +74,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_what_is_no_run_has_no_configuration(tmp_path):
     with pytest.raises(UserError, match=r"is not a run: it has no config.json"):
         RunDir(tmp_path).load_config()
-
-
-def test_a_reader_finds_the_old_text_or_the_new(tmp_path):
-    path = tmp_path / "file.json"
-    write_atomically(path, "old")
-    reader = path.open()
-    write_atomically(path, "new ö")
-    assert path.read_text(encoding="utf-8") == "new ö"
-    assert reader.read() == "old"  # the new text is a new file
-    reader.close()
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_write_cut_short_leaves_the_old_text(tmp_path):
-    path = tmp_path / "file.json"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "half, then \udc80")
-    assert path.read_text() == "old"
 
 
 def test_rows_after_a_step_and_torn_lines_are_dropped(tmp_path):

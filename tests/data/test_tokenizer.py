@@ -147,7 +147,7 @@ def test_save_and_load(tmp_path, kind, joint):
 
 
 def test_damaged_and_missing_folders(tmp_path):
-    with pytest.raises(UserError, match=r"source.json: the tokenizer cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"source.json: cannot be read: No such file"):
         TokenizerPair.load(tmp_path)
     for content, message in (
         ("{", "not a tokenizer: JSONDecodeError"),

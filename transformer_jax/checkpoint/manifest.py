@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from transformer_jax.checkpoint.run_dir import write_atomically
-from transformer_jax.runtime.files import file_sha256
+from transformer_jax.runtime.files import file_sha256, write_atomically
 from transformer_jax.types import UserError
 
 NAME = "manifest.json"

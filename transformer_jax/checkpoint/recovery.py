@@ -5,7 +5,8 @@ import warnings
 
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.manifest import DamagedCheckpointError, verify, write_manifest
-from transformer_jax.checkpoint.run_dir import FORMAT, RunDir, write_atomically
+from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
+from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
 
 

@@ -17,7 +17,6 @@ RUN/imported.json        where the parameters come from, if not from training
 RUN/lock                 locked by the process that writes the run
 """
 
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from transformer_jax.config import Config
 from transformer_jax.presets import load_config
+from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
 from transformer_jax.types import UserError
 
 # What may differ when a run is resumed: it changes no step that was taken already.
@@ -195,41 +195,11 @@ class RunDir:
         self.write_config(config)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader, or a run cut short, finds the old text or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def write_output(path: Path, text: str) -> None:
-    """Writes, as `write_atomically`, a file that was asked for.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
-
-
 def truncate_after(path: Path, last_step: int) -> None:
-    """Drops the rows of a JSON-lines file that were written after `last_step`, and a line torn by a kill."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # JSON may hold other line ends
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and row.get("step", 0) <= last_step:
-            kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
+    """Remove the rows of a JSON-lines file that were written after `last_step`, and a line truncated by a kill."""
+    if path.exists():
+        rows = [row for row in read_json_lines(path) if row.get("step", 0) <= last_step]
+        write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
 
 
 try:

@@ -4,9 +4,8 @@ import hashlib
 import itertools
 import json
 import logging
-import os
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformer_jax.config import Config, DataConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.runtime.files import file_sha256
+from transformer_jax.runtime.files import FolderInUseError, atomic_dir, file_sha256, read_json
 from transformer_jax.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -163,7 +162,7 @@ def load_or_encode(
         logger.info("%s: %s", pairs.origin, cached.report or f"{len(cached)} pairs")
         return cached
     encoded = encode_pairs(pairs, tokenizers, config.model, keep)
-    _save(encoded, directory, config.model)
+    _save(encoded, directory)
     return _load(directory, config.model) or encoded
 
 
@@ -210,31 +209,22 @@ def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, ke
     return digest.hexdigest()
 
 
-def _save(encoded: EncodedPairs, directory: Path, model: ModelConfig) -> None:
-    """Writes the folder under another name, the manifest last, and renames it."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = directory.with_name(f".{directory.name}.{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
-    for name in _ARRAYS:
-        np.save(unfinished / f"{name}.npy", getattr(encoded, name))
-    manifest = {
-        "report": encoded.report and asdict(encoded.report),
-        "sha256": {name: file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
-    }
-    (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-    if directory.exists() and _load(directory, model) is None:
-        shutil.rmtree(directory, ignore_errors=True)
-    try:
-        unfinished.rename(directory)
-    except OSError:  # another process was quicker; its folder has the same content
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _save(encoded: EncodedPairs, directory: Path) -> None:
+    """Write the arrays and their manifest. Another process that is writing the same folder writes the same arrays."""
+    with suppress(FolderInUseError), atomic_dir(directory, replace=True) as unfinished:
+        for name in _ARRAYS:
+            np.save(unfinished / f"{name}.npy", getattr(encoded, name))
+        manifest = {
+            "report": encoded.report and asdict(encoded.report),
+            "sha256": {name: file_sha256(unfinished / f"{name}.npy") for name in _ARRAYS},
+        }
+        (unfinished / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def _load(directory: Path, model: ModelConfig) -> EncodedPairs | None:
     """Memory-map a folder's arrays. Return None if the folder is missing, truncated or damaged."""
     try:
-        manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json(directory / "manifest.json")
         arrays = {}
         for name in _ARRAYS:
             path = directory / f"{name}.npy"
@@ -244,5 +234,5 @@ def _load(directory: Path, model: ModelConfig) -> EncodedPairs | None:
         report = manifest["report"]
         report = report and FilterReport(**report)
         return EncodedPairs(**arrays, source_eos=model.source_eos, source_bos=model.source_bos, report=report)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None

@@ -3,8 +3,6 @@
 import base64
 import itertools
 import json
-import os
-import shutil
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.subword import SentencePieceTokenizer, SubwordTokenizer
 from transformer_jax.data.tokenizer import BytePairTokenizer, Kind, Tokenizer, WordTokenizer, train_tokenizer
+from transformer_jax.runtime.files import atomic_dir, read_text
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID, UserError
 
 
@@ -60,15 +59,9 @@ class TokenizerPair:
     def save(self, directory: Path) -> None:
         """Writes `joint.json`, or `source.json` and `target.json`. The folder appears whole or not at all."""
         files = {"joint": self.source} if self.joint else {"source": self.source, "target": self.target}
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = directory.with_name(f".{directory.name}.{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        for name, tokenizer in files.items():
-            (unfinished / f"{name}.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        if directory.exists():
-            shutil.rmtree(directory)
-        unfinished.rename(directory)
+        with atomic_dir(directory, replace=True) as unfinished:
+            for name, tokenizer in files.items():
+                (unfinished / f"{name}.json").write_text(tokenizer.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> "TokenizerPair":
@@ -101,11 +94,7 @@ def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
 
 
 def _load(path: Path) -> Tokenizer:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the tokenizer cannot be read: {getattr(error, 'strerror', error)}") from error
-    return tokenizer_from_json(text, str(path))
+    return tokenizer_from_json(read_text(path), str(path))
 
 
 def tokenizer_from_json(text: str, origin: str) -> Tokenizer:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
-from transformer_jax.checkpoint.run_dir import RunDir, locked, write_output
+from transformer_jax.checkpoint.run_dir import RunDir, locked
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
@@ -17,6 +17,7 @@ from transformer_jax.evaluation.sweep import parse_grid
 from transformer_jax.evaluation.sweep import sweep as try_settings
 from transformer_jax.evaluation.validation import Report, check_complete, check_direction, evaluate_pairs
 from transformer_jax.runtime.distributed import is_main_process
+from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
 
 
@@ -85,7 +86,7 @@ def evaluate_runs(
             result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
             if output is not None:
                 lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
-                write_output(Path(output), "".join(line + "\n" for line in lines))
+                write_atomically(Path(output), "".join(line + "\n" for line in lines))
         first = first or report
         yield result
 

@@ -11,13 +11,12 @@ import jax
 import numpy as np
 
 from transformer_jax import run as commands
-from transformer_jax.checkpoint.run_dir import write_atomically
 from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.experiments.table3 import PAPER, ROWS, perplexity_of, table3_config
 from transformer_jax.model.transformer import count_parameters
 from transformer_jax.runtime.distributed import broadcast_from_main, run_on_main
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLOURS, drawing
 
@@ -113,10 +112,7 @@ def _change(base: Config, config: Config) -> str:
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     """The rows of a `table3.jsonl` by name; none where there is no such file, or a damaged one."""
-    try:
-        return {row["row"]: row for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
+    return {row["row"]: row for row in read_json_lines(file) if str(row.get("row")) in PAPER}
 
 
 def _add(file: Path, result: dict[str, Any]) -> None:

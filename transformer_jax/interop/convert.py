@@ -1,11 +1,9 @@
 """A run from foreign files, and foreign files from a run."""
 
-import contextlib
 import dataclasses
 import json
-import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ import jax
 import numpy as np
 
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint, save_params
-from transformer_jax.checkpoint.run_dir import RunDir, load_config, write_atomically
+from transformer_jax.checkpoint.run_dir import RunDir, load_config
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.annotated_format import params_from_annotated
@@ -26,6 +24,7 @@ from transformer_jax.interop.tables import flatten, from_foreign, in_dtype, unfl
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.runtime.files import atomic_dir, write_atomically
 from transformer_jax.types import Params, UserError, first_line
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
@@ -68,7 +67,7 @@ def import_run(
     except Exception as error:  # values of types that nobody expects, in one of many files
         raise UserError(f"{path}: not readable as {source}: {first_line(error)}") from error
     imported.tokenizers.check_fits(imported.config.model)
-    with _folder_made_whole(run.path) as unfinished:
+    with atomic_dir(run.path, replace=overwrite) as unfinished:
         new = RunDir(unfinished)
         decoding = dataclasses.replace(imported.config.decoding, checkpoint="last")
         new.write_config(dataclasses.replace(imported.config, decoding=decoding))
@@ -106,7 +105,7 @@ def export_run(
     chosen = resolve_checkpoint(folder, checkpoint or config.decoding.checkpoint, config.training.best_by)
     params = jax.tree.map(np.asarray, load_params(chosen, config.model))
     tokenizers = TokenizerPair.load(folder.tokenizer)
-    with _folder_made_whole(output) as unfinished:
+    with atomic_dir(output, replace=overwrite) as unfinished:
         if target == "marian":
             write_marian(unfinished, config, params, tokenizers, warn)
         elif target == "ctranslate2":
@@ -207,28 +206,3 @@ def _check_free(folder: Path, overwrite: bool, marker: str, what: str) -> None:
         raise UserError(f"{folder} exists and is not {what} (no {marker}): give another output")
     if not overwrite:
         raise UserError(f"{folder} is not empty: give another output, or --overwrite to replace it")
-
-
-@contextlib.contextmanager
-def _folder_made_whole(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, which takes its place at the end, or goes if that is not reached."""
-    final = folder.resolve()
-    unfinished, old = (final.with_name(f".{final.name}.{what}") for what in ("unfinished", "old"))
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        try:
-            unfinished.rename(final)
-        except OSError:
-            if old.exists():
-                old.rename(final)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,26 +1,99 @@
-"""Checksums and strict JSON."""
+"""Read, write and check files: atomic replacement of files and folders, JSON, and SHA-256."""
 
+import errno
 import hashlib
 import json
 import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.types import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing prevents two processes from writing the same folder
+    fcntl = None  # type: ignore[assignment]
+
+
+class FolderInUseError(UserError):
+    """Another process is writing the same folder."""
+
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file's bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        UserError: The file is missing, is a folder, cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # UnicodeDecodeError; a null byte in the path
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a UTF-8 file.
+
+    Raises:
+        UserError: The file cannot be read, is not JSON, or holds a JSON value that is not an object.
+    """
+    text = read_text(path)
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: not a JSON object: {text[:40]!r}")
+    return tree
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file with one object per line, and skip lines that are truncated or damaged.
+
+    A missing file has no lines.
+
+    Raises:
+        UserError: The file exists and cannot be read.
+    """
+    rows = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    for line in text.split("\n"):  # not splitlines(): a JSON string may contain other line separators
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
 def to_json(tree: Any, indent: int | None = None) -> str:
-    """A tree of dicts, lists and scalars as JSON, in one line unless `indent` says otherwise.
+    """Return a tree of dicts, lists and scalars as JSON, on one line unless `indent` is given.
+
+    Numbers that are not finite become null, because JSON has no notation for them.
 
     >>> to_json({"perplexity": float("inf"), "text": "ä"})
     '{"perplexity": null, "text": "ä"}'
     """
-    # A lone surrogate, which UTF-8 cannot hold, is written as its escape.
     text = json.dumps(_finite(tree), ensure_ascii=False, allow_nan=False, indent=indent)
+    # UTF-8 cannot encode a lone surrogate, so it is written as an escape sequence.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -30,3 +103,123 @@ def _finite(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [_finite(value) for value in tree]
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a UTF-8 file so that readers, even after a crash, find either the old text or the new text.
+
+    Raises:
+        UserError: The file cannot be written. The old text is then unchanged.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+@contextmanager
+def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `path` when the block ends without an exception.
+
+    Readers find either no folder, the old folder, or the complete new folder. Only one process at a time can write
+    `path`: the claim is a lock of the operating system on the yielded folder, so it ends with the process.
+
+    Args:
+        path: Folder to write. Its parents are created. A symbolic link is followed.
+        replace: Whether to replace an existing folder that is not empty.
+
+    Raises:
+        FolderInUseError: Another process is writing `path`.
+        UserError: `path` exists and `replace` is False, or the folder cannot be written. An existing folder is then
+            unchanged.
+    """
+    final = path.resolve()
+    unfinished = unfinished_dir(final)
+    old = final.with_name(f".{final.name}.old")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _claimed(unfinished, path):
+            if old.exists() and not final.exists():  # an earlier process was killed between the two renames below
+                old.rename(final)
+            if not replace:
+                _check_free(final, path)
+            yield unfinished
+            shutil.rmtree(old, ignore_errors=True)
+            if replace and final.exists():
+                final.rename(old)
+            try:
+                unfinished.rename(final)
+            except OSError:
+                if old.exists():
+                    old.rename(final)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+def unfinished_dir(path: Path) -> Path:
+    """Return the folder that `atomic_dir(path)` yields."""
+    final = path.resolve()
+    return final.with_name(f".{final.name}.unfinished")
+
+
+def _write_error(path: Path, error: OSError) -> UserError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = ". Free disk space and run the command again" if is_full else ""
+    return UserError(f"{path}: cannot be written: {error.strerror or error}{fix}")
+
+
+def _check_free(final: Path, path: Path) -> None:
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{path}: exists already; choose another output")
+
+
+@contextmanager
+def _claimed(folder: Path, path: Path) -> Iterator[None]:
+    """Create an empty folder and hold an exclusive lock on it. Delete the folder if it still exists at the end."""
+    handle = _claim(folder, path)
+    try:
+        yield
+    finally:
+        if handle is None or _is_same(handle, folder):  # otherwise it was renamed
+            shutil.rmtree(folder, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _claim(folder: Path, path: Path) -> int | None:
+    """Return the file descriptor that holds the lock, or None where the system has no such locks."""
+    folder.mkdir(exist_ok=True)
+    handle = None
+    while fcntl is not None:
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)  # type: ignore[arg-type]  # only flock raises it, after os.open
+            raise FolderInUseError(f"{path}: another process is writing it; choose another output") from None
+        except FileNotFoundError:  # the other process has just finished and renamed the folder
+            folder.mkdir(exist_ok=True)
+            continue
+        except OSError:  # a file system without locks
+            break
+        if _is_same(handle, folder):
+            break
+        os.close(handle)
+        folder.mkdir(exist_ok=True)
+    for entry in folder.iterdir():  # left by a process that was killed
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    return handle
+
+
+def _is_same(handle: int, folder: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    except FileNotFoundError:
+        return False

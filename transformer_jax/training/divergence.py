@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from transformer_jax.checkpoint.run_dir import RunDir, write_atomically
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import to_json, write_atomically
 from transformer_jax.training.accumulation import split
 from transformer_jax.training.step import loss_sums
 from transformer_jax.types import Batch, Params, UserError, first_line
@@ -84,8 +84,8 @@ class Divergence:
             if jax.process_index() == 0:
                 report = {"step": step, "problem": problem, **found, "sentences": list(self._sentences(step - 1))}
                 write_atomically(path, to_json(report, indent=1) + "\n")
-        except OSError as error:
-            return f"first: {found['first']} ({path} cannot be written: {error.strerror})"
+        except UserError as error:
+            return f"first: {found['first']} ({error})"
         return f"first: {found['first']}; all of it and the batch's sentences are in {path}"
 
 

@@ -1,6 +1,5 @@
 """Plots of runs side by side, and of recipes: learning curves, schedules, lengths, padding, positions."""
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from transformer_jax.data.loader import plan_batches
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.presets import load_recipe
+from transformer_jax.runtime.files import read_json_lines
 from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLOURS, drawing
@@ -53,14 +53,7 @@ class Subject:
         """The rows of `metrics.jsonl`; lines that are damaged are left out."""
         if self.run is None or not self.run.metrics.is_file():
             return []
-        rows = []
-        for line in self.run.metrics.read_text(encoding="utf-8", errors="replace").split("\n"):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            rows += [row] if isinstance(row, dict) and "step" in row else []
-        return rows
+        return [row for row in read_json_lines(self.run.metrics) if "step" in row]
 
     @cached_property
     def encoded(self) -> EncodedPairs | None:

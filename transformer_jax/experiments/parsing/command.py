@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.checkpoint.run_dir import write_atomically, write_output
 from transformer_jax.data.corpus import read_split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.experiments.parsing.bracketing import score_brackets
 from transformer_jax.experiments.parsing.linearization import delinearize, linearize
 from transformer_jax.experiments.parsing.trees import Tree, clean, read_trees
+from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
 
 WORDS, TREE = "words", "tree"
@@ -75,7 +75,7 @@ def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding
         for parse, tree in zip(translator.translate(list(pairs.source)), gold, strict=True)
     ]
     if output is not None:
-        write_output(output, "".join(f"{read.tree}\n" for read in reads))
+        write_atomically(output, "".join(f"{read.tree}\n" for read in reads))
     scores = score_brackets(zip(gold, (read.tree for read in reads), strict=True))
     states = Counter(read.state for read in reads)
     return {
