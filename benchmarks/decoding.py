@@ -16,9 +16,9 @@ from benchmarks.sizes import SIZES
 
 MODULE = "benchmarks.decoding_sides"
 SIDES: dict[str, tuple[str, dict[str, str]]] = {
-    "ours": ("ours", {"weights": "model"}),
-    "ours_bfloat16": ("ours", {"weights": "bfloat16"}),
-    "ours_int8": ("ours", {"weights": "int8"}),
+    "ours": ("ours", {"quantization": "none"}),
+    "ours_bfloat16": ("ours", {"quantization": "bfloat16"}),
+    "ours_int8": ("ours", {"quantization": "int8"}),
     "marian": ("marian", {"dtype": "float32"}),
     "marian_bfloat16": ("marian", {"dtype": "bfloat16"}),
     "ctranslate2_float32": ("ctranslate2", {"compute_type": "float32"}),

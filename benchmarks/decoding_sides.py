@@ -58,7 +58,7 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
 
     work = _work(spec)
     rule = {} if work["forced"] else {"stopping": "ctranslate2"}
-    base = Translator.load(work["run"], weights=spec["weights"], **rule)
+    base = Translator.load(work["run"], quantization=spec["quantization"], **rule)
     translators: dict[int, Translator] = {}
 
     def translate(sentences: slice, beam: int) -> list[str]:
@@ -76,14 +76,14 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
             return turn(command)
         from benchmarks.limits import bandwidth, decoding_work, matrix_rate
 
-        width = {"model": 4, "bfloat16": 2, "int8": 1}[spec["weights"]]
-        dtype = "bfloat16" if spec["weights"] == "bfloat16" else "float32"
+        width = {"none": 4, "bfloat16": 2, "int8": 1}[spec["quantization"]]
+        dtype = "bfloat16" if spec["quantization"] == "bfloat16" else "float32"
         flops, size = decoding_work(base.config.model, FORCED, command["beam"], command["batch"], width)
         small = base.config.model.d_model < 128  # of a test
         rates = matrix_rate(dtype, 128 * small), bandwidth(1 * small)
         return {"flops_seconds": flops / rates[0], "bytes_seconds": size / rates[1]}
 
-    return {"weights": spec["weights"]}, turn_or_limits
+    return {"quantization": spec["quantization"]}, turn_or_limits
 
 
 def marian(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:

@@ -174,7 +174,7 @@ def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
         (["--explain", "--format", "jsonl"], "--explain is a text to read"),
         (["--alignment"], "--alignment goes with --format jsonl"),
         (["--prefix", "a", "--prefixes", "b"], "exclude each other"),
-        (["--sample", "--top-p", "0"], "top_p is 0.0; it must be above 0 and at most 1"),
+        (["--sample", "--top-p", "0"], "top_p is 0.0; it must be more than 0 and at most 1"),
     ],
 )
 def test_flags_that_mean_nothing_together_are_refused(cli, tiny, flags, message):

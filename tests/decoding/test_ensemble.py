@@ -169,7 +169,10 @@ def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
 def test_members_are_rounded_as_one_run_is(both, weights):
-    exact, rounded = both.translate_n_best(LINES, 1), both.with_decoding(weights=weights).translate_n_best(LINES, 1)
+    exact, rounded = (
+        both.translate_n_best(LINES, 1),
+        both.with_decoding(quantization=weights).translate_n_best(LINES, 1),
+    )
     assert rounded != exact
     for line, (one,) in zip(LINES, rounded, strict=True):
         if line:

@@ -283,7 +283,7 @@ def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
 def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weights):
-    translator = make(decoding={"weights": weights})
+    translator = make(decoding={"quantization": weights})
     translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
     model, decoding = Transformer(translator.config.model), translator.config.decoding

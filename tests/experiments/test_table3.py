@@ -335,5 +335,5 @@ def test_without_a_recipe_it_is_the_built_in_one():
 def test_what_is_wrong_is_said():
     with pytest.raises(UserError, match="no such recipe"):
         params_report("nowhere.py")
-    with pytest.raises(UserError, match=r"model.eos_id is 2; it must lie in a vocabulary of 2 rows"):
+    with pytest.raises(UserError, match=r"model.eos_id=2 must be below 2"):
         params_report(f"{RECIPE}:base", vocab_size=2)

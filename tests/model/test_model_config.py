@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from model_cases import CONFIGS
 
-from transformer_jax.config import Config, ModelConfig, StackSize
+from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling, StackSize, TrainingConfig
 from transformer_jax.presets import load_config
 from transformer_jax.types import UserError
 
@@ -32,33 +35,36 @@ REFUSED = [
         for name in ("residual_dropout", "attention_dropout", "activation_dropout")
         for value in (-0.1, 1.0, float("nan"))
     ),
-    ({"norm_epsilon": -1e-6}, ["model.norm_epsilon is -1e-06", "negative"]),
-    ({"position_offset": -1}, ["model.position_offset is -1", "negative"]),
-    ({"num_heads": 7}, ["model.d_model 512", "model.num_heads 7", "model.d_k"]),
-    ({"num_heads": 7, "d_k": 64}, ["model.d_model 512", "model.num_heads 7", "model.d_v"]),
-    ({"decoder_num_heads": 7}, ["model.d_model 512", "model.decoder_num_heads 7", "model.decoder_d_k"]),
-    ({"d_model": 9, "num_heads": 3}, ["model.d_model is 9", "model.positions 'interleaved'", "even"]),
+    ({"norm_epsilon": -1e-6}, ["model.norm_epsilon is -1e-06", "at least 0"]),
+    ({"position_offset": -1}, ["model.position_offset is -1", "at least 0"]),
+    ({"num_heads": 7}, ["model.d_model=512", "model.num_heads=7", "--model.d-k"]),
+    ({"num_heads": 7, "d_k": 64}, ["model.d_model=512", "model.num_heads=7", "--model.d-v"]),
+    ({"decoder_num_heads": 7}, ["model.d_model=512", "model.decoder_num_heads=7", "--model.decoder-d-k"]),
+    ({"d_model": 9, "num_heads": 3}, ["model.d_model=9", "model.positions='interleaved'", "even"]),
     (
         {"d_model": 2, "num_heads": 1, "position_exponent": "tensor2tensor"},
-        ["model.d_model is 2", "model.position_exponent 'tensor2tensor'", "at least 4"],
+        ["model.d_model=2", "model.position_exponent='tensor2tensor'", "at least 4"],
     ),
     (
         {"positions": "learned", "max_length": 4, "position_offset": 4},
-        ["model.position_offset 4", "model.max_length 4"],
+        ["model.position_offset=4", "model.max_length=4"],
     ),
-    ({"source_vocab_size": 36_999}, ["model.source_vocab_size 36999", "model.vocab_size 37000", "'all'", "'target'"]),
+    (
+        {"source_vocab_size": 36_999},
+        ["model.source_vocab_size=36999", "model.vocab_size=37000", "'all'", "target or none"],
+    ),
     (
         {"d_model": 1, "num_heads": 1, "positions": "learned", "norm_variant": "unbiased_std"},
-        ["model.norm_variant is 'unbiased_std'", "model.d_model 1", "at least 2"],
+        ["model.norm_variant='unbiased_std'", "model.d_model=1", "at least 2"],
     ),
-    *(({name: 37_000}, [f"model.{name} is 37000", "37000 rows"]) for name in ("pad_id", "bos_id", "eos_id", "unk_id")),
-    ({"unk_id": -1}, ["model.unk_id is -1", "37000 rows"]),
+    *(({name: 37_000}, [f"model.{name}=37000", "below 37000"]) for name in ("pad_id", "bos_id", "eos_id", "unk_id")),
+    ({"unk_id": -1}, ["model.unk_id is -1", "at least 0"]),
     (
         {"source_vocab_size": 10, "tie_embeddings": "target", "eos_id": 10},
-        ["model.eos_id is 10", "10 rows"],
+        ["model.eos_id=10", "below 10"],
     ),
-    ({"pad_id": 2}, ["model.pad_id 2", "model.eos_id 2", "differ"]),
-    ({"source_bos": True, "pad_id": 1}, ["model.source_bos is True", "model.bos_id 1"]),
+    ({"pad_id": 2}, ["model.pad_id=2", "model.eos_id=2", "differ"]),
+    ({"source_bos": True, "pad_id": 1}, ["model.source_bos=True", "model.bos_id=1"]),
 ]
 
 
@@ -203,7 +209,7 @@ def test_json_with_a_word_that_is_not_legal(name):
         ('{"model": 3}', ["model", "is 3", "JSON object"]),
         ("[]", ["is []", "JSON object"]),
         ('{\n"model": {,}}', ["line 2", "not JSON"]),
-        ('{"model": {"num_heads": 7}}', ["model.d_model 512", "model.num_heads 7"]),
+        ('{"model": {"num_heads": 7}}', ["model.d_model=512", "model.num_heads=7"]),
     ],
 )
 def test_json_that_is_refused(text, words):
@@ -211,18 +217,81 @@ def test_json_that_is_refused(text, words):
         Config.from_json(text, "run/config.json")
     message = str(error.value)
     assert all(word in message for word in words), message
-    assert "model.num_heads" in words[-1] or message.startswith("run/config.json")
+    assert message.startswith("run/config.json")
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"source_vocab_size": 10, "tie_embeddings": "none"}, ["model.source_vocab_size 10", "model.vocab_size 37000"]),
-        ({"positions": "learned", "max_length": 255}, ["data.max_length 256", "model.max_length 255"]),
-        ({"positions": "learned", "max_length": 256, "position_offset": 1}, ["data.max_length 256", "_offset 1"]),
+        ({"source_vocab_size": 10, "tie_embeddings": "none"}, ["model.source_vocab_size=10", "model.vocab_size=37000"]),
+        ({"positions": "learned", "max_length": 255}, ["data.max_length=256", "model.max_length=255"]),
+        ({"positions": "learned", "max_length": 256, "position_offset": 1}, ["data.max_length=256", "_offset=1"]),
     ],
 )
 def test_model_that_does_not_fit_the_rest(model, words):
     with pytest.raises(UserError) as error:
         Config(model=ModelConfig(**model))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.dtype("bfloat16"), "bfloat16"], ids=["scalar", "dtype", "name"])
+def test_dtypes_are_stored_by_name(dtype):
+    config = ModelConfig(dtype=dtype, param_dtype=dtype)
+    assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
+    assert config == ModelConfig(dtype="bfloat16", param_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        (ModelConfig, {"dtype": jnp.int32}, "model.dtype is 'int32'; legal: float32, bfloat16, float64"),
+        (ModelConfig, {"param_dtype": "half"}, "model.param_dtype is 'half'; legal: float32"),
+        (ModelConfig, {"activation": "tanh"}, "model.activation is 'tanh'; legal: relu, gelu, swish"),
+        (ModelConfig, {"num_layers": 2.0}, "model.num_layers is 2.0; it must be int"),
+        (ModelConfig, {"d_k": "64"}, "model.d_k is '64'; it must be int or None"),
+        (ModelConfig, {"final_norm": 1}, "model.final_norm is 1; it must be bool"),
+        (TrainingConfig, {"schedule": None}, "training.schedule is None; legal: noam"),
+        (
+            TrainingConfig,
+            {"checkpoint_seconds": float("inf")},
+            "training.checkpoint_seconds is inf; it must be a finite",
+        ),
+        (TrainingConfig, {"average_last": 6}, "training.average_last=6 is more than training.keep_checkpoints=5"),
+        (TrainingConfig, {"mesh_data": 0}, "training.mesh_data=0 must be at least 1, or -1 for all devices"),
+        (DecodingConfig, {"checkpoint": "newest"}, "decoding.checkpoint='newest' must be last, best, average or"),
+        (Sampling, {"temperature": 0}, "temperature is 0.0; it must be at least 1e-6"),
+        (Sampling, {"top_p": 1.5}, "top_p is 1.5; it must be more than 0 and at most 1"),
+    ],
+    ids=str,
+)
+def test_constructors_check_types_values_and_bounds(section, changes, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        section(**changes)
+
+
+def test_constructors_convert_numbers():
+    config = TrainingConfig(num_steps=np.int64(7), clip_norm=1, label_smoothing=np.float32(0.5))
+    assert (type(config.num_steps), type(config.clip_norm), type(config.label_smoothing)) == (int, float, float)
+
+
+@pytest.mark.parametrize(
+    ("section", "old", "new"),
+    [
+        ("data", {"numbers_train": 7}, {"synthetic_train_size": 7}),
+        ("data", {"numbers_valid": 7}, {"synthetic_valid_size": 7}),
+        ("data", {"numbers_test": 7}, {"synthetic_test_size": 7}),
+        ("tokenizer", {"kind": "presegmented"}, {"kind": "pretokenized"}),
+        ("training", {"logits_megabytes": 7}, {"loss_chunk_mb": 7}),
+        ("training", {"smoothing_mass": "others"}, {"label_smoothing_over": "non_target"}),
+        ("training", {"smoothing_mass": "all"}, {"label_smoothing_over": "all"}),
+        ("training", {"smoothing_mass": "others_without_pad"}, {"label_smoothing_over": "non_target_non_pad"}),
+        ("decoding", {"max_extra": 7}, {"max_length_offset": 7}),
+        ("decoding", {"renormalise": True}, {"renormalize_logits": True}),
+        ("decoding", {"weights": "model"}, {"quantization": "none"}),
+        ("decoding", {"weights": "int8"}, {"quantization": "int8"}),
+    ],
+    ids=str,
+)
+def test_fields_of_earlier_formats_are_read_under_their_new_names(section, old, new):
+    assert Config.from_json(json.dumps({section: old})) == Config.from_json(json.dumps({section: new}))
+    assert json.loads(Config.from_json(json.dumps({section: old})).to_json())[section].items() >= new.items()

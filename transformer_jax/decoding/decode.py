@@ -30,15 +30,15 @@ from transformer_jax.model.masks import padding_mask
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import Params, UserError
 
-Weights = Literal["model", "bfloat16", "int8"]
+Quantization = Literal["none", "bfloat16", "int8"]
 
 SPANS = (32, 128, 512)
 """Lengths at which the cache of keys and values grows; each has a loop of its own, and is compiled for itself."""
 
 
-def _computing(config: ModelConfig, weights: Weights) -> ModelConfig:
+def _computing(config: ModelConfig, quantization: Quantization) -> ModelConfig:
     """The model with the dtype that it computes with."""
-    return dataclasses.replace(config, dtype="bfloat16") if weights == "bfloat16" else config
+    return dataclasses.replace(config, dtype="bfloat16") if quantization == "bfloat16" else config
 
 
 class Prepared(NamedTuple):
@@ -49,8 +49,8 @@ class Prepared(NamedTuple):
     decoder: DecoderWeights
 
 
-@partial(jax.jit, static_argnames=("config", "weights"))
-def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> Prepared:
+@partial(jax.jit, static_argnames=("config", "quantization"))
+def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Prepared:
     """Lays the parameters out for `search`, once for all calls.
 
     Args:
@@ -58,11 +58,11 @@ def prepare(params: Params, config: ModelConfig, weights: Weights = "model") -> 
         config: of the model.
         weights: how the decoder's matrices are kept: `DecodingConfig.weights`.
     """
-    config = _computing(config, weights)
-    if weights == "bfloat16":
+    config = _computing(config, quantization)
+    if quantization == "bfloat16":
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     encoder = {name: leaf for name, leaf in params.items() if name != "decoder"}
-    return Prepared(encoder, decoder_weights(params, config, int8=weights == "int8"))
+    return Prepared(encoder, decoder_weights(params, config, int8=quantization == "int8"))
 
 
 @partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids", "sampling", "watch"))
@@ -103,13 +103,13 @@ def search(
     """
     if isinstance(model, Transformer):
         model = (model,)
-        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, decoding.weights),)
+        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, decoding.quantization),)
     config, spans = model[0].config, tuple(span for span in SPANS if span < max_length)
     # Draws of a sentence share what the encoder says, and nothing else: they are no beam.
     beam_size, times = (decoding.beam_size, 1) if keys is None else (1, keys.shape[1])
     cache_options = {"max_length": max_length, "room": min((*spans, max_length)), "beam_size": beam_size}
     members = [
-        _start(prepared, src, _computing(one.config, decoding.weights), times, cache_options)
+        _start(prepared, src, _computing(one.config, decoding.quantization), times, cache_options)
         for prepared, one in zip(params, model, strict=True)
     ]
 

@@ -208,8 +208,8 @@ class Translator:
     def _prepare(self) -> tuple[Prepared, ...]:
         """The members' parameters laid out, once as long as those of the first stay the same."""
         if self._prepared is None or self._prepared[0] is not self.params:
-            weights = self.config.decoding.weights
-            laid_out = tuple(prepare(member.params, member.config, weights) for member in self.members)
+            quantization = self.config.decoding.quantization
+            laid_out = tuple(prepare(member.params, member.config, quantization) for member in self.members)
             self._prepared = self.params, laid_out
         return self._prepared[1]
 

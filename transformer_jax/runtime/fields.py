@@ -1,0 +1,115 @@
+"""Dataclasses whose fields are checked against their annotated types and bounds, and read from JSON trees."""
+
+import dataclasses
+import functools
+import math
+import numbers
+import re
+import typing
+from typing import Annotated, Any, Literal, NamedTuple
+
+from transformer_jax.types import UserError
+
+
+class Bounds(NamedTuple):
+    """The interval of legal values of a number, as metadata of its type."""
+
+    text: str
+    low: float
+    high: float = math.inf
+    low_is_legal: bool = True
+
+    def allow(self, value: float) -> bool:
+        """Return whether `value` is in the interval; NaN never is."""
+        return (value >= self.low if self.low_is_legal else value > self.low) and value < self.high
+
+
+Count = Annotated[int, Bounds("at least 1", 1)]
+CountOrZero = Annotated[int, Bounds("at least 0", 0)]
+Probability = Annotated[float, Bounds("at least 0 and below 1", 0, 1)]
+PositiveFloat = Annotated[float, Bounds("more than 0", 0, low_is_legal=False)]
+NonNegativeFloat = Annotated[float, Bounds("at least 0", 0)]
+
+
+def require(condition: object, message: str, *configs: Any) -> None:
+    """Raise UserError with `message` unless `condition` is true; `model.d_ff` becomes `model.d_ff=2048` in it."""
+    if condition:
+        return
+    for config in configs:
+        section = type(config).__name__.removesuffix("Config").lower()
+        for name, value in vars(config).items():
+            message = re.sub(
+                rf"(?<![-\w]){section}\.{name}\b", f"{section}.{name}={value!r:.100}".replace("\\", r"\\"), message
+            )
+    raise UserError(message)
+
+
+@functools.cache
+def _types(cls: Any) -> dict[str, Any]:
+    """Return the annotated types of a dataclass's fields, with their metadata."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def check_fields(config: Any, prefix: str) -> None:
+    """Check every field against its annotated type and bounds; whole numbers of float fields become floats.
+
+    Raises:
+        UserError: A value is not legal.
+    """
+    for name, kind in _types(config.__class__).items():
+        value = getattr(config, name)
+        checked = _checked(kind, value, prefix + name)
+        if checked is not value:
+            object.__setattr__(config, name, checked)
+
+
+def _checked(kind: Any, value: Any, where: str, or_none: str = "") -> Any:
+    """Return `value` as the annotated type: a scalar, Literal, tuple, or one of them or None. Else raise UserError."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        value = _checked(options[0], value, where, or_none)
+        require(options[1].allow(value), f"{where} is {value}; it must be {options[1].text}")
+        return value
+    if origin is tuple:
+        require(isinstance(value, list | tuple), f"{where} is {value!r:.200}; it must be a list")
+        return tuple(_checked(options[0], item, where) for item in value)
+    if origin is Literal:
+        is_legal = isinstance(value, str) and value in options
+        require(is_legal, f"{where} is {value!r:.200}; legal: {', '.join(options)}")
+        return value
+    if options:  # X | None
+        return None if value is None else _checked(options[0], value, where, " or None")
+    if not isinstance(value, bool):
+        if kind in (int, float) and isinstance(value, numbers.Integral):
+            value = int(value)
+            require(abs(value) < 2**63, f"{where} has {value.bit_length()} bits; it must fit into 64")
+        if kind is float and isinstance(value, numbers.Real):
+            value = float(value)
+    require(type(value) is kind, f"{where} is {value!r:.200}; it must be {kind.__name__}{or_none}")
+    require(kind is not float or not math.isinf(value), f"{where} is {value}; it must be a finite number")
+    return value
+
+
+def from_tree(cls: Any, tree: Any, prefix: str = "") -> Any:
+    """Return the dataclass that a tree of JSON objects describes; fields that are not in the tree keep their defaults.
+
+    Args:
+        cls: A dataclass of fields that `_checked` knows, or of such dataclasses.
+        tree: What `json.loads` returned.
+        prefix: Where in the complete tree this one is, such as `model.`.
+
+    Raises:
+        UserError: A field or a value is not legal.
+    """
+    if not isinstance(tree, dict):
+        raise UserError(f"{prefix.rstrip('.') or 'the configuration'} is {tree!r:.200}; it must be a JSON object")
+    types = _types(cls)
+    for name in tree:
+        if name not in types:
+            raise UserError(f"unknown field {prefix}{name:.100}; known: {', '.join(types)}")
+    return cls(
+        **{
+            name: from_tree(types[name], value, f"{prefix}{name}.") if dataclasses.is_dataclass(types[name]) else value
+            for name, value in tree.items()
+        }
+    )
