@@ -1,6 +1,8 @@
 """A small data set of tensorflow-datasets, built offline, read by name and folder without TensorFlow."""
 
 import dataclasses
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -66,7 +68,7 @@ def test_the_recipe_of_wmt14_reads_the_splits_of_such_a_set(folder, size):
 
 
 def test_mistakes(folder):
-    with pytest.raises(UserError, match=r"split 'nope': cannot be read: .*splits there are: \['test', 'train', 'val"):
+    with pytest.raises(UserError, match=r"split 'nope': cannot be read: .*existing splits: \['test', 'train', 'val"):
         read(folder, train="nope")
     with pytest.raises(UserError, match=r"toy_translate \(train\): no feature 'fr' among \['de', 'en'\]"):
         read(folder, target_language="fr")
@@ -87,3 +89,47 @@ def test_without_the_library(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(UserError, match=r"pip install 'transformer-jax\[tfds\]'"):
         read(folder)
+
+
+EVIL = "transformer_jax_stranger"
+
+
+def with_foreign_feature(folder, tmp_path, where):
+    """Copy the data set, and let its files name a class of a module that writes a file when it is imported."""
+    copy = tmp_path / "stranger"
+    shutil.copytree(Path(folder) / "toy_translate", copy / "foreign_translate")  # a name without a registered class
+    (tmp_path / f"{EVIL}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
+    version = copy / "foreign_translate" / "1.0.0"
+    features = json.loads((version / "features.json").read_text())
+    foreign = features | {"pythonClassName": f"{EVIL}.Feature"}
+    match where:
+        case "features.json":
+            (version / "features.json").write_text(json.dumps(foreign))
+        case "nested":
+            name = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+            nested = {"pythonClassName": name, "featuresDict": {"features": {"en": foreign}}}
+            (version / "features.json").write_text(json.dumps(nested))
+        case "legacy":
+            (version / "features.json").write_text(json.dumps({"type": f"{EVIL}.Feature", "content": {}}))
+        case "dataset_info.json":
+            info = json.loads((version / "dataset_info.json").read_text())
+            (version / "dataset_info.json").write_text(json.dumps(info | {"features": foreign}))
+    return copy
+
+
+@pytest.mark.parametrize("where", ["features.json", "nested", "legacy", "dataset_info.json"])
+def test_module_named_by_a_data_set_is_not_imported(folder, tmp_path, monkeypatch, where):
+    copy = with_foreign_feature(folder, tmp_path, where)
+    monkeypatch.syspath_prepend(tmp_path)  # as the current folder is with `python train.py`
+    with pytest.raises(UserError, match=f"foreign_translate.*'{EVIL}.Feature', which is not part of tensorflow-data"):
+        read(str(copy), name="foreign_translate")
+    assert not (tmp_path / "marker").exists()
+    assert EVIL not in sys.modules
+    assert len(read(folder)) == 5
+
+
+@pytest.mark.parametrize("name", ["kaggle:toy", "kaggle:toy/config:1.0.0", "huggingface:toy/de"])
+def test_data_set_of_a_namespace_is_rejected(folder, name):
+    with pytest.raises(UserError, match=r"data\.name .* programs that the library downloads and runs"):
+        read(folder, name=name)
+    assert len(read(folder, name="toy_translate:1.0.0")) == 5

@@ -1,47 +1,77 @@
-"""Sentence pairs from Hugging Face datasets and from TensorFlow Datasets."""
+"""Read sentence pairs with the libraries that also download data sets: Hugging Face datasets and TensorFlow Datasets.
+
+Each library is imported only when it is the source. As SECURITY.md promises, no code that comes with a data
+set is executed, whatever its files name.
+"""
 
 import importlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import datasets
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence
 from transformer_jax.types import UserError, first_line
 
+if TYPE_CHECKING:
+    import datasets
+
+_TFDS_FEATURES = "tensorflow_datasets.core.features."
+"""Package of the feature types that tensorflow-datasets itself defines."""
+
+
+def _column_names(config: DataConfig) -> list[str]:
+    return [config.source_column or config.source_language, config.target_column or config.target_language]
+
+
+# ----------------------------------------------------------------------------------------------- Hugging Face datasets
+
 
 def read_huggingface(config: DataConfig, split: Split) -> Pairs:
-    """Rows with a column for each side, or with the column `translation` of WMT: {"en": "...", "de": "..."}.
+    """Read a split from the Hugging Face Hub, or from a folder that `save_to_disk` wrote.
 
-    Newlines in a sentence become spaces.
+    Rows have one column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}. Newlines within
+    a sentence become spaces.
+
+    Args:
+        config: the data section; `directory` is the folder, or `name` and `subset` name a data set of the Hub.
+        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the data set.
+
+    Returns:
+        The pairs, memory-mapped.
 
     Raises:
-        UserError: the data set, split or column is missing (what there is, is listed), or a value is not text.
+        UserError: the data set, split or column is missing (existing ones are listed), or a value is not text.
     """
     split_name = getattr(config, split)
-    rows = _from_disk(config, split, split_name) if config.directory else _by_name(config, split_name)
+    rows = _load_from_disk(config, split, split_name) if config.directory else _load_from_hub(config, split_name)
     origin = f"{config.directory or config.name}{f'/{config.subset}' if config.subset else ''} ({split_name})"
-    names = [config.source_column or config.source_language, config.target_column or config.target_language]
-    source, target = (_column(rows, name, origin) for name in names)
+    source, target = (_huggingface_column(rows, name, origin) for name in _column_names(config))
     return Pairs(source, target, origin)
 
 
-def _by_name(config: DataConfig, split_name: str) -> Any:
+def _load_from_hub(config: DataConfig, split_name: str) -> "datasets.Dataset":
+    import datasets
+
     try:
         return datasets.load_dataset(config.name, config.subset or None, split=split_name)
-    except Exception as error:  # the library raises a dozen kinds: no network, no such set, subset, split or file
+    except Exception as error:  # a dozen types: no network, no such data set, subset, split or file
         raise UserError(
             f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}: the data set cannot be "
             f"loaded: {first_line(error)}"
         ) from error
 
 
-def _from_disk(config: DataConfig, split: Split, split_name: str) -> Any:
+def _load_from_disk(config: DataConfig, split: Split, split_name: str) -> "datasets.Dataset":
+    import datasets
+
     directory = Path(config.directory).expanduser()
     try:
         loaded = datasets.load_from_disk(str(directory))
-    except Exception as error:  # as many kinds: no such folder, another format, a file that is damaged
+    except Exception as error:  # a dozen types: no such folder, another format, a damaged file
         raise UserError(
             f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {first_line(error)}"
         ) from error
@@ -59,34 +89,45 @@ def _from_disk(config: DataConfig, split: Split, split_name: str) -> Any:
     return loaded
 
 
-def _column(rows: Any, name: str, origin: str) -> LazyColumn:
+def _huggingface_column(rows: "datasets.Dataset", name: str, origin: str) -> LazyColumn:
     nested = rows.features.get("translation")
-    inner = list(getattr(nested, "languages", None) or (nested if isinstance(nested, dict) else ()))
-    if name not in rows.column_names and name not in inner:
+    languages = list(getattr(nested, "languages", None) or (nested if isinstance(nested, dict) else ()))
+    if name not in rows.column_names and name not in languages:
         raise UserError(
-            f"{origin}: no column {name!r} among {rows.column_names + inner}; "
+            f"{origin}: no column {name!r} among {rows.column_names + languages}; "
             "set data.source_column and data.target_column"
         )
-    outer = name if name in rows.column_names else "translation"
-    table = rows.select_columns([outer]).with_format(None)
+    column = name if name in rows.column_names else "translation"
+    table = rows.select_columns([column]).with_format(None)
 
     def fetch(start: int, stop: int) -> list[str]:
-        values = table[start:stop][outer]
-        if outer != name:
+        values = table[start:stop][column]
+        if column != name:
             values = [(value or {}).get(name) for value in values]
         return [clean_sentence(v, f"{origin}, row {row}, column {name!r}") for row, v in enumerate(values, start)]
 
     return LazyColumn(fetch, len(table))
 
 
-def read_tfds(config: DataConfig, split: Split) -> Pairs:
-    """The split of the data set `data.name`, such as wmt14_translate/de-en, with a text feature for each side.
+# ------------------------------------------------------------------------------------------------- TensorFlow Datasets
 
-    It is looked for in `data.directory`, or where the library keeps its data; one that is known to the library but
-    not there yet is downloaded. Newlines in a sentence become spaces.
+
+def read_tfds(config: DataConfig, split: Split) -> Pairs:
+    """Read a split of the data set `data.name`, such as wmt14_translate/de-en, with one text feature for each side.
+
+    The data set is read from `data.directory`, or from the library's own folder. A data set that the library knows but
+    that is not there yet is downloaded. Newlines within a sentence become spaces.
+
+    Args:
+        config: the data section.
+        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the data set.
+
+    Returns:
+        The pairs, read row by row from array_record files.
 
     Raises:
-        UserError: the library is not installed, or the data set, split or feature is missing.
+        UserError: the library is not installed; the data set, split or feature is missing; or the data set's files
+            name Python code outside the library.
     """
     try:
         import tensorflow_datasets
@@ -94,38 +135,77 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
         raise UserError(
             f"data.source 'tfds' needs tensorflow-datasets: pip install 'transformer-jax[tfds]' ({error})"
         ) from error
-    builder = _builder(tensorflow_datasets, config)
     split_name = getattr(config, split)
     origin = f"{config.name} ({split_name})"
-    try:
-        if not builder.info.splits:
-            builder.download_and_prepare()
-        rows = builder.as_data_source(split=split_name)
-    except Exception as error:  # no network, unknown split, another file format, TensorFlow needed to prepare, ...
-        raise UserError(
-            f"data.name {config.name!r}, split {split_name!r}: cannot be read: {first_line(error)}; "
-            f"splits there are: {sorted(builder.info.splits)}"
-        ) from error
-    features = sorted(builder.info.features)
-    names = [config.source_column or config.source_language, config.target_column or config.target_language]
-    for name in names:
+    with _library_features_only(tensorflow_datasets):
+        builder = _tfds_builder(tensorflow_datasets, config)
+        try:
+            if not builder.info.splits:
+                builder.download_and_prepare()
+            rows = builder.as_data_source(split=split_name)
+        except UserError:
+            raise
+        except Exception as error:  # no network, unknown split, another file format, TensorFlow needed to prepare, ...
+            raise UserError(
+                f"data.name {config.name!r}, split {split_name!r}: cannot be read: {first_line(error)}; "
+                f"existing splits: {sorted(builder.info.splits)}"
+            ) from error
+        features = sorted(builder.info.features)
+    for name in _column_names(config):
         if name not in features:
             raise UserError(
                 f"{origin}: no feature {name!r} among {features}; set data.source_column and data.target_column"
             )
-    source, target = (_tfds_column(rows, name, origin) for name in names)
+    source, target = (_tfds_column(rows, name, origin) for name in _column_names(config))
     return Pairs(source, target, origin)
 
 
-def _builder(tensorflow_datasets: Any, config: DataConfig) -> Any:
-    place = {"data_dir": config.directory} if config.directory else {}
+@contextmanager
+def _library_features_only(tensorflow_datasets: ModuleType) -> Iterator[None]:
+    """Reject feature types from outside tensorflow-datasets while a data set is opened.
+
+    `features.json` and `dataset_info.json` name the Python class of each feature, and the library imports the module of
+    every class that it does not know. All names pass through `FeatureConnector.cls_from_name`, wherever in these files
+    they are.
+
+    Raises:
+        UserError: a file of the data set names such a class.
+    """
+    connector = tensorflow_datasets.features.FeatureConnector
+    class_of = connector.cls_from_name
+
+    def library_class_of(name: str) -> type:
+        if not name.startswith(_TFDS_FEATURES):
+            raise UserError(
+                f"the data set names the feature type {name!r:.200}, which is not part of tensorflow-datasets; to load "
+                "it would execute code. Build the data set with the library's own Text or Translation features"
+            )
+        return class_of(name)
+
+    original = vars(connector)["cls_from_name"]
+    connector.cls_from_name = staticmethod(library_class_of)
+    try:
+        yield
+    finally:
+        connector.cls_from_name = original
+
+
+def _tfds_builder(tensorflow_datasets: ModuleType, config: DataConfig) -> Any:
+    if re.match(r"[^/:]*:(?![\d*])", config.name):  # what follows a colon and is not a version
+        raise UserError(
+            f"data.name {config.name!r}: data sets of a namespace are programs that the library downloads and runs; "
+            "name a data set of the library, such as wmt14_translate/de-en"
+        )
+    directory = {"data_dir": config.directory} if config.directory else {}
     for attempt in range(2):
         try:
-            return tensorflow_datasets.builder(config.name, file_format="array_record", **place)
-        except Exception as error:  # no such set, folder or version, each a kind of its own
-            # Data sets for translation are registered only when their module is loaded: wmt14_translate by .wmt14.
+            return tensorflow_datasets.builder(config.name, file_format="array_record", **directory)
+        except UserError as error:
+            raise UserError(f"data.name {config.name!r}, data.directory {config.directory!r}: {error}") from error
+        except Exception as error:  # no such data set, folder or version: each a type of its own
+            # Data sets for translation are registered when their module is imported: wmt14_translate by .wmt14.
             module = config.name.split("/")[0].split(":")[0].removesuffix("_translate")
-            if attempt == 0 and _imported(f"tensorflow_datasets.translate.{module}"):
+            if attempt == 0 and _can_import(f"tensorflow_datasets.translate.{module}"):
                 continue
             raise UserError(
                 f"data.name {config.name!r}, data.directory {config.directory!r}: no such data set: {first_line(error)}"
@@ -133,7 +213,7 @@ def _builder(tensorflow_datasets: Any, config: DataConfig) -> Any:
     raise AssertionError("unreachable")
 
 
-def _imported(module: str) -> bool:
+def _can_import(module: str) -> bool:
     try:
         importlib.import_module(module)
     except (ImportError, ValueError):
@@ -143,7 +223,7 @@ def _imported(module: str) -> bool:
 
 def _tfds_column(rows: Any, name: str, origin: str) -> LazyColumn:
     def fetch(start: int, stop: int) -> list[str]:
-        found = rows.__getitems__(list(range(start, stop)))  # one call reads many rows; plain indexing reads one
-        return [clean_sentence(r[name], f"{origin}, row {row}, {name!r}") for row, r in enumerate(found, start)]
+        batch = rows.__getitems__(list(range(start, stop)))  # one call reads many rows; plain indexing reads one
+        return [clean_sentence(r[name], f"{origin}, row {row}, {name!r}") for row, r in enumerate(batch, start)]
 
     return LazyColumn(fetch, len(rows))
