@@ -1,13 +1,15 @@
-"""The copy task of The Annotated Transformer: ten symbols in, the same ten out. Needs no file and no network.
+"""Train the copy task of The Annotated Transformer: repeat ten symbols. No files and no network are needed.
 
-small       2 + 2 layers, d_model 64, of the paper's kind
-annotated   the model and the training of that article: 2 + 2 layers of d_model 512, pre-norm with its LayerNorm, biases
-            everywhere, noam times 0.5 with 400 warmup steps, 400 batches of 80 rows
+Variants:
+    small: 2 + 2 layers, d_model 64, with the paper's conventions.
+    annotated: the model and training of that article: 2 + 2 layers, d_model 512, pre-norm with the article's LayerNorm,
+        biases everywhere, half the learning rate of equation 3 with 400 warmup steps, 400 batches of 80 rows.
 
-command   python train.py configs/copy_task.py
-hardware  2 CPU cores (AMD EPYC, Zen 4), shared with others
-time      1 min 16 s in all, of which it had 50 s of CPU time
-score     small: 100.00 % exact match on 200 rows that are not in the training set; annotated: not yet run
+Command: python train.py configs/copy_task.py
+Data: generated.
+Hardware: 2 CPU cores (AMD EPYC, Zen 4), shared with other processes.
+Time: 1 min 16 s, of which 50 s are CPU time.
+Score: small: 100.00 % exact match on 200 rows that are not in the training set. annotated: not yet run.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ import dataclasses
 from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig, UserError
 
 VOCAB_SIZE = 14  # ten symbols and the four special tokens
-ROWS = 80  # in a batch, of ten symbols and EOS
+ROWS = 80  # rows per batch, each of ten symbols and EOS
 
 RECIPES = {
     "small": (
@@ -42,7 +44,7 @@ RECIPES = {
 
 
 def get_config(name: str = "small") -> Config:
-    """The recipe at one size."""
+    """Return the recipe at one size."""
     if name not in RECIPES:
         raise UserError(f"configs/copy_task.py has no recipe {name!r}; legal: {', '.join(RECIPES)}")
     model, training = RECIPES[name]

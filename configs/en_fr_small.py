@@ -1,22 +1,22 @@
-"""English to French, short everyday sentences of Tatoeba: 3 + 3 layers, d_model 256, a learning rate of 5e-4.
+"""Train English to French on short everyday sentences from Tatoeba: 3 + 3 layers, d_model 256, 8 million parameters.
 
-A model for one evening: 8 million parameters, joint byte pairs of 8,000, 4,096 tokens a batch; the rate is constant
-after 500 steps of warmup.
+The vocabulary is 8,000 joint byte pairs, and a batch has 4,096 tokens. The learning rate is constant at 5e-4 after 500
+warmup steps.
 
-command   python train.py configs/en_fr_small.py
-hardware  2 CPU cores, or a GPU
-time      not yet run
-score     not yet run
-text      manythings.org/anki has the pairs as fra-eng.zip, sorted by length: shuffle them, keep 2,000 for dev and 2,000
-          for test, and put train, dev and test, as *.en and *.fr (plain or packed as .gz, .xz or .zst), into
-          data/manythings-fra-eng
+Command: python train.py configs/en_fr_small.py
+Data: download fra-eng.zip from manythings.org/anki. Its pairs are sorted by length, so shuffle them first. Use 2,000
+    pairs for dev and 2,000 for test. Put train, dev and test, as *.en and *.fr (plain or .gz, .xz, .zst), into
+    data/manythings-fra-eng.
+Hardware: 2 CPU cores, or a GPU.
+Time: not yet run.
+Score: not yet run.
 """
 
 from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 
 
 def get_config() -> Config:
-    """The recipe."""
+    """Return the recipe."""
     return Config(
         model=ModelConfig(vocab_size=8_000, d_model=256, num_layers=3, num_heads=8, d_ff=1_024),
         data=DataConfig(

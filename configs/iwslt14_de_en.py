@@ -1,27 +1,27 @@
-"""IWSLT14 German to English: 160,239 sentences of talks, fairseq's recipe for them.
+"""Train IWSLT14 German to English with fairseq's recipe: 160,239 sentences of transcribed talks.
 
-6 + 6 layers, d_model 512, d_ff 1024, 4 heads, dropout 0.3, 4,096 tokens a batch, inverse square root schedule to 5e-4,
-the last 10 checkpoints averaged, beam 5. Unlike there all embeddings are one table, and there is no weight decay (1e-4
-there).
+6 + 6 layers, d_model 512, d_ff 1024, 4 heads, dropout 0.3, 4,096 tokens per batch, inverse square root schedule with a
+peak of 5e-4, average of the last 10 checkpoints, beam 5. Two settings differ from fairseq: all embeddings share one
+table, and there is no weight decay (1e-4 in fairseq).
 
-command   python train.py configs/iwslt14_de_en.py
-hardware  a GPU
-time      not yet run
-score     not yet run; fairseq: about 34.6 BLEU (tokenized, lower-cased)
-text      tokenized, lower-cased, cut by subword-nmt's 10,000 merges: github.com/facebookresearch/fairseq,
-          examples/translation/prepare-iwslt14.sh makes it and needs git, perl and a network: put train, valid and test,
-          as *.de and *.en, from its iwslt14.tokenized.de-en/ into data/iwslt14.tokenized.de-en. The library `datasets`
-          does not get it: the sets of IWSLT there are loading scripts, which it runs no more
+Command: python train.py configs/iwslt14_de_en.py
+Data: tokenized, lower-cased text with 10,000 subword-nmt merges. Run examples/translation/prepare-iwslt14.sh of
+    github.com/facebookresearch/fairseq, which needs git, perl and a network. Put train, valid and test, as *.de and
+    *.en, from its iwslt14.tokenized.de-en/ into data/iwslt14.tokenized.de-en. The library `datasets` cannot load IWSLT,
+    because its data sets are loading scripts, which `datasets` no longer runs.
+Hardware: a GPU.
+Time: not yet run.
+Score: not yet run. fairseq reports about 34.6 BLEU (tokenized, lower-cased).
 """
 
 from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 
 
 def get_config() -> Config:
-    """The recipe."""
+    """Return the recipe."""
     return Config(
         model=ModelConfig(
-            vocab_size=10_240,  # at most: as many pieces as the text has
+            vocab_size=10_240,  # an upper bound; the text determines the number of pieces
             d_ff=1_024,
             num_heads=4,
             norm_epsilon=1e-5,

@@ -1,19 +1,22 @@
-"""Multi30k, English to German: 29,000 captions of pictures (Elliott et al. 2016), test2016 as test.
+"""Train Multi30k, English to German: 29,000 image captions (Elliott et al. 2016), tested on test2016.
 
-raw       the original text with a joint BPE of our own, scored by sacreBLEU 13a
-bpe10k    lower-cased, tokenized text with subword-nmt's 10,000 merges already in it, scored as it is: the form of the
-          published 41.02 (Wu et al. 2021, text only), whose shape and recipe this is: 4 + 4 layers, d_model 128,
-          d_ff 256, 4 heads, dropout 0.3, 8,192 tokens a batch, 8,000 updates, the last 10 checkpoints averaged, beam 5
+4 + 4 layers, d_model 128, d_ff 256, 4 heads, dropout 0.3, 8,192 tokens per batch, 8,000 updates, average of the last 10
+checkpoints, beam 5.
 
-command   python train.py configs/multi30k_en_de.py:bpe10k --training.num-steps 2500
-hardware  2 CPU cores (AMD EPYC, Zen 4)
-time      about 1 hour, counted from 1.35 s a step: the run itself shared its CPU
-score     on test2016, bpe10k: 38.04 BLEU (tokenized, lower-cased); raw after 1,500 updates: 26.52 (sacreBLEU 13a);
-          all 8,000 updates: not yet run
-text      raw: github.com/multi30k/dataset, data/task1/raw: put train, val and test_2016_flickr, as *.en and *.de (plain
-          or packed as .gz, .xz or .zst), into data/multi30k/raw
-          bpe10k: github.com/LividWo/Revisit-MMT, data/multi30k-en-de: put train, valid and test.2016, as *.en and *.de,
-          into data/multi30k/bpe10k-en-de
+Variants:
+    bpe10k: lower-cased, tokenized text with 10,000 subword-nmt merges, scored without detokenization. This is the
+        setting of the published 41.02 BLEU (Wu et al. 2021, text only).
+    raw: the original text with a joint byte-pair vocabulary trained here, scored with sacreBLEU 13a.
+
+Command: python train.py configs/multi30k_en_de.py:bpe10k --training.num-steps 2500
+Data: bpe10k: put train, valid and test.2016, as *.en and *.de, from data/multi30k-en-de of
+    github.com/LividWo/Revisit-MMT into data/multi30k/bpe10k-en-de.
+    raw: put train, val and test_2016_flickr, as *.en and *.de (plain or .gz, .xz, .zst), from data/task1/raw of
+    github.com/multi30k/dataset into data/multi30k/raw.
+Hardware: 2 CPU cores (AMD EPYC, Zen 4).
+Time: about 1 hour, calculated from 1.35 s per step, because the run shared its CPU.
+Score: bpe10k after 2,500 updates: 38.04 BLEU on test2016 (tokenized, lower-cased). raw after 1,500 updates: 26.52 BLEU
+    (sacreBLEU 13a). All 8,000 updates: not yet run.
 """
 
 import dataclasses
@@ -35,7 +38,7 @@ FORMS = {
 
 
 def get_config(name: str = "bpe10k") -> Config:
-    """The recipe for one form of the text."""
+    """Return the recipe for one form of the text."""
     if name not in FORMS:
         raise UserError(f"configs/multi30k_en_de.py has no recipe {name!r}; legal: {', '.join(FORMS)}")
     data, tokenizer, vocab_size = FORMS[name]
@@ -57,7 +60,7 @@ def get_config(name: str = "bpe10k") -> Config:
             warmup_steps=2_000,
             peak_learning_rate=5e-3,
             validate_every=500,
-            checkpoint_every=50,  # a little less than an epoch
+            checkpoint_every=50,  # slightly less than an epoch
             keep_checkpoints=10,
             average_last=10,
         ),

@@ -1,10 +1,13 @@
-"""Spelled-out numbers, English to German: twenty-one -> einundzwanzig. The default: needs no file and no network.
+"""Train on spelled-out numbers, English to German: twenty-one becomes einundzwanzig. This is the default recipe.
 
-command   python train.py
-hardware  2 CPU cores (AMD EPYC, Zen 4)
-time      2 min 2 s in all: data, tokenizer, compilation, 430 steps, 2 validations, the test; 1 min 16 s again, with
-          what was compiled on disk
-score     99.85 % exact match on 2,000 numbers that are not in the training set
+No files and no network are needed.
+
+Command: python train.py
+Data: generated.
+Hardware: 2 CPU cores (AMD EPYC, Zen 4).
+Time: 2 min 2 s for data, tokenizer, compilation, 430 steps, 2 validations and the test; 1 min 16 s when the
+    compilation cache is filled.
+Score: 99.85 % exact match on 2,000 numbers that are not in the training set.
 """
 
 from transformer_jax.config import Config
@@ -12,5 +15,5 @@ from transformer_jax.presets import numbers_config
 
 
 def get_config() -> Config:
-    """The built-in default recipe."""
+    """Return the built-in default recipe."""
     return numbers_config()

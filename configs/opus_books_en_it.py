@@ -1,24 +1,29 @@
-"""OPUS Books, English to Italian: 32,332 pairs of sentences from novels, words as tokens: a common teaching setting.
+"""Train OPUS Books, English to Italian, with words as tokens: a common setting of courses and tutorials.
 
-The base sizes with pre-norm, the LayerNorm with the unbiased standard deviation, no table shared, a bias on the logits,
-Xavier initialization, dropout 0.1 everywhere, Adam as PyTorch has it with a constant 1e-4, at most 350 tokens, greedy.
-The setting's batches have 32 sentences; here they have 1,024 tokens, padding counted: 32 of 32 words. Words are what
-stands between spaces, with their punctuation, so there are more of them than where they are cut from it; those that are
-there once are unknown, as are those beyond the vocabularies. The set has one split: its first nine tenths are for
-training, so that validation and test are of other books than the training, which is harder than a random split.
+The data set has 32,332 sentence pairs from novels. The model has the base sizes with pre-norm, the LayerNorm with the
+unbiased standard deviation, untied embeddings, a bias on the logits, Xavier initialization and dropout 0.1 everywhere.
+Adam has PyTorch's defaults and a constant learning rate of 1e-4. Decoding is greedy, and sentences have at most 350
+tokens.
 
-command   python train.py configs/opus_books_en_it.py
-hardware  a GPU
-time      not yet run
-score     not yet run
-text      the dataset Helsinki-NLP/opus_books, subset en-it, downloaded by the library `datasets`
+Three things differ from the usual setting:
+    - A batch has 1,024 tokens including padding, which is 32 sentences of 32 words, instead of 32 sentences.
+    - Words are split at spaces and keep their punctuation, so there are more distinct words. Words that occur once, and
+      words beyond the vocabulary size, are unknown.
+    - The data set has a single split. Training uses its first nine tenths, so validation and test are from other books,
+      which is harder than a random split.
+
+Command: python train.py configs/opus_books_en_it.py
+Data: the data set Helsinki-NLP/opus_books, subset en-it, which the library `datasets` downloads.
+Hardware: a GPU.
+Time: not yet run.
+Score: not yet run.
 """
 
 from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 
 
 def get_config() -> Config:
-    """The recipe."""
+    """Return the recipe."""
     return Config(
         model=ModelConfig(
             source_vocab_size=20_000,
@@ -45,7 +50,7 @@ def get_config() -> Config:
         ),
         tokenizer=TokenizerConfig(kind="word", joint=False, min_frequency=2),
         training=TrainingConfig(
-            num_steps=18_000,  # 20 epochs of 29,000 pairs, 32 a batch
+            num_steps=18_000,  # 20 epochs of 29,000 pairs, 32 per batch
             schedule="constant",
             peak_learning_rate=1e-4,
             warmup_steps=1,

@@ -1,22 +1,23 @@
-"""Your own parallel text, English to German unless flags say otherwise: 3 + 3 layers, d_model 128, for 2 CPU cores.
+"""Train on your own parallel text with 2 CPU cores: 3 + 3 layers, d_model 128, 2 million parameters.
 
-A model of half an hour: 2 million parameters, joint byte pairs of 4,000, 4,096 tokens a batch. Other languages, another
-folder, a larger vocabulary: --data.source-language, --data.target-language, --data.directory, --model.vocab-size.
+The vocabulary is 4,000 joint byte pairs, and a batch has 4,096 tokens. The languages are English and German by default.
+Change languages, folder and vocabulary with --data.source-language, --data.target-language, --data.directory and
+--model.vocab-size.
 
-command   python train.py configs/own_text.py
-hardware  2 CPU cores
-time      30 minutes of one core for 2,000 updates
-score     Tatoeba, English to German, after 2,000 of the 3,000 updates: 27.06 BLEU on 2,000 sentences; Debian's
-          technical text, vocabulary 8,000, after 1,500: 7.87 on 1,000 (docs/results.md)
-text      put train, valid and test, as *.en and *.de (plain or packed as .gz, .xz or .zst; line N of one is the
-          translation of line N of the other), into data/own_text
+Command: python train.py configs/own_text.py
+Data: put train, valid and test, as *.en and *.de (plain or .gz, .xz, .zst), into data/own_text. Line N of one file is
+    the translation of line N of the other.
+Hardware: 2 CPU cores.
+Time: 30 minutes on one core for 2,000 updates.
+Score: Tatoeba English to German, after 2,000 of 3,000 updates: 27.06 BLEU on 2,000 sentences. Debian's technical text
+    with a vocabulary of 8,000, after 1,500 updates: 7.87 BLEU on 1,000 sentences (docs/results.md).
 """
 
 from transformer_jax import Config, DataConfig, DecodingConfig, ModelConfig, TrainingConfig
 
 
 def get_config() -> Config:
-    """The recipe."""
+    """Return the recipe."""
     return Config(
         model=ModelConfig(vocab_size=4_000, d_model=128, num_layers=3, num_heads=4, d_ff=512),
         data=DataConfig(source="text", directory="data/own_text", batch_tokens=4_096, max_shapes=6),

@@ -1,18 +1,20 @@
-"""WMT14 English to French, the paper's big model: 36 million pairs in the paper, 41 here, 300,000 steps.
+"""Train the paper's big model on WMT14 English to French: 41 million pairs (36 million in the paper), 300,000 steps.
 
-huggingface   the dataset wmt14 of the library `datasets`, subset fr-en (the default)
-tfds          the dataset wmt14_translate/fr-en of TensorFlow Datasets
+The vocabulary is 32,000 joint byte pairs. A batch has 25,000 tokens on each side, on any number of devices; if memory
+is short, --training.accumulate 2 computes it in two parts. The paper wrote a checkpoint every 10 minutes, which is 600
+steps of 1.0 s. This recipe writes one every 600 steps if a step takes less than 6 s, so that the average of the last 20
+checkpoints covers the same steps on any hardware. The paper computes BLEU on tokenized text and uses a vocabulary of
+word pieces. Dropout is 0.1, compared with 0.3 for English to German.
 
-Both call newstest2013 `validation` and newstest2014 `test`. Joint byte pairs, 32,000 in all. A batch has 25,000 tokens
-on each side on any number of devices; where memory is short, `--training.accumulate 2` computes it in two parts. The
-paper wrote a checkpoint every 10 minutes, which were 600 steps of 1.0 s: here it is so many steps on any hardware that
-takes less than 6 s for one, so that the average of the last 20 is of the same ones. The dropout is 0.1, not the 0.3 of
-English to German. The paper's BLEU is of tokenized text, and its vocabulary of word pieces.
+Variants:
+    huggingface: the data set wmt14, subset fr-en, of the library `datasets`.
+    tfds: the data set wmt14_translate/fr-en of TensorFlow Datasets.
 
-command   python train.py configs/wmt14_en_fr_big.py
-hardware  a GPU; the paper had 8 NVIDIA P100
-time      not yet run; the paper: 3.5 days
-score     not yet run; the paper: 41.8 (41.0 in the text) on newstest2014
+Command: python train.py configs/wmt14_en_fr_big.py
+Data: downloaded by the library. `validation` is newstest2013 and `test` is newstest2014.
+Hardware: a GPU. The paper used 8 NVIDIA P100.
+Time: not yet run. The paper: 3.5 days.
+Score: not yet run. The paper: 41.8 (41.0 in its text) BLEU on newstest2014.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ LIBRARIES = {
 
 
 def get_config(name: str = "huggingface") -> Config:
-    """The recipe, with the text from one library or the other."""
+    """Return the recipe with the text from one of the two libraries."""
     if name not in LIBRARIES:
         raise UserError(f"configs/wmt14_en_fr_big.py has no recipe {name!r}; legal: {', '.join(LIBRARIES)}")
     paper = preset("paper_big", vocab_size=32_000, residual_dropout=0.1)
@@ -36,7 +38,7 @@ def get_config(name: str = "huggingface") -> Config:
         training=dataclasses.replace(
             paper.training,
             checkpoint_every=600,
-            checkpoint_seconds=3_600.0,  # beside those, only where a step takes more than 6 s
+            checkpoint_seconds=3_600.0,  # applies only if a step takes more than 6 s
             validate_every=6_000,
         ),
     )

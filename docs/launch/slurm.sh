@@ -12,7 +12,8 @@
 #SBATCH --requeue
 
 set -euo pipefail
-unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY  # a proxy between the nodes would prevent the processes from connecting
+# A proxy between the nodes would prevent the processes from connecting.
+unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY
 
-# $SCRATCH must be the same folder on all nodes. JAX reads the number of processes and the address from SLURM's variables.
+# $SCRATCH must be the same folder on all nodes. JAX reads the other settings from SLURM's variables.
 srun --kill-on-bad-exit=1 python train.py "$@" --workdir "$SCRATCH/runs/$SLURM_JOB_NAME"
