@@ -5,15 +5,15 @@ import dataclasses
 import fcntl
 import functools
 import gc
-import importlib
+import hashlib
 import importlib.metadata
 import os
 import pickle
+import platform
 import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +39,34 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # What is compiled stays, and with it millions of objects that are not worth looking through again and again.
 gc.set_threshold(100_000, 20, 20)
 
+
+def _folder_of_compiled_code(temporary: str) -> str:
+    """Return a folder that keeps compiled code for the next session, in .pytest_cache/.
+
+    It is keyed by what compiled code depends on: jaxlib, XLA's flags and the processor's features. A folder that has
+    grown above 1 GB starts again from nothing, and one that cannot be written is replaced by a temporary one.
+    """
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    key = "\n".join((importlib.metadata.version("jaxlib"), os.environ["XLA_FLAGS"], platform.machine(), features))
+    folder = Path(__file__).parents[1] / ".pytest_cache" / f"jax-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder.parent / ".gitignore").write_text("*\n")
+        if sum(entry.stat().st_size for entry in os.scandir(folder)) > 1e9:
+            shutil.rmtree(folder)
+    except OSError:
+        return os.path.join(temporary, "compiled")
+    return str(folder)
+
+
 # No test asks a network, nor reads or fills the caches in the user's home.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 _own_folder = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _own_folder = tempfile.TemporaryDirectory(prefix="transformer-jax-tests-")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(_own_folder.name, "compiled"))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _folder_of_compiled_code(_own_folder.name))
     os.environ["HF_HOME"] = os.path.join(_own_folder.name, "huggingface")
     os.environ["TFDS_DATA_DIR"] = os.path.join(_own_folder.name, "tensorflow_datasets")
 
@@ -56,20 +78,23 @@ install_import_hook(
 )
 
 
+from tiers import (  # noqa: E402, F401  pytest finds these hooks and fixtures here
+    import_or_skip,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    pytest_ignore_collect,
+    pytest_runtest_call,
+    pytest_runtest_setup,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_xdist_auto_num_workers,
+    room_for_compiled_code,
+)
+
+
 def pytest_unconfigure() -> None:
     if _own_folder is not None:
         _own_folder.cleanup()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def room_for_compiled_code() -> Iterator[None]:
-    """What is compiled is mapped into memory in many places, and Linux allows a process 65,530 of them."""
-    yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_bytes().splitlines()) > 40_000:
-        import jax
-
-        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -84,16 +109,6 @@ def data_folder() -> Path:
 @pytest.fixture(scope="session")
 def optional_package():
     """`optional_package("torch")` imports it, or skips the test; with CI=true a missing package fails the test."""
-
-    def import_or_skip(name: str):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            message = f"{error.name} is not installed; pip install '.[test]' brings all that the tests need"
-            if os.environ.get("CI") == "true":
-                pytest.fail(message)
-            pytest.skip(message)
-
     return import_or_skip
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lengths_cases import caption_lengths, corpus, random_lengths
+from tiers import examples
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.batching import Rows, Shape, log2_factorials, make_batch
@@ -25,7 +26,7 @@ def rows_of(plan, index):
     return np.split(pairs, np.cumsum(in_row)[:-1])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(lengths, st.integers(40, 90), st.integers(90, 900), st.integers(0, 5), st.data())
 def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_tokens, seed, data):
     plan = PackedPlan(*sides, length, batch_tokens, seed)
@@ -48,7 +49,7 @@ def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_to
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(lengths, st.integers(40, 90))
 def test_no_two_rows_of_a_small_corpus_fit_into_one(sides, length):
     """While all rows are open, a new one is opened only for a pair that fits none of them."""
@@ -149,7 +150,7 @@ def test_special_ids_come_from_the_model():
     assert batch.tgt_out.tolist() == [[20, 0, 21, 22, 0, 99]]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(0, 1000))
 def test_every_sentence_stands_whole_in_a_batch(seed):
     rng = np.random.default_rng(seed)

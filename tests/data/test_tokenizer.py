@@ -4,8 +4,9 @@ import json
 import logging
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.corpus import Pairs
@@ -48,7 +49,7 @@ def test_pieces_are_what_the_tokens_stand_for(byte_pairs):
     assert words.pieces(words.encode(["a\u202eb \u00fc x"])[0]) == ["a\\u202eb", "\u00fc", "<unk>"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.text(), max_size=4))
 def test_byte_pairs_bring_back_any_text(byte_pairs, texts):
     rows = byte_pairs.encode(texts)

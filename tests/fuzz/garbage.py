@@ -3,17 +3,7 @@
 import random
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-
-
-def bounded(max_examples: int) -> settings:
-    """The same examples each time, so many of them, however long one takes."""
-    slow = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(
-        derandomize=True, database=None, deadline=None, max_examples=max_examples, suppress_health_check=slow
-    )
-
 
 scalars = st.one_of(
     st.none(),

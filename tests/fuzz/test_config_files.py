@@ -7,9 +7,10 @@ import types
 import warnings
 
 import pytest
-from garbage import bounded, json_values, mutated_bytes, mutated_json
+from garbage import json_values, mutated_bytes, mutated_json
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from transformer_jax import cli
 from transformer_jax import run as commands
@@ -35,19 +36,19 @@ def check(read):
     assert Config.from_json(text) == config
 
 
-@bounded(600)
+@examples(600)
 @given(mutated_json(TREE))
 def test_any_tree(tree):
     check(lambda: Config.from_json(json.dumps(tree)))
 
 
-@bounded(100)
+@examples(100)
 @given(json_values)
 def test_any_json(value):
     check(lambda: Config.from_json(json.dumps(value)))
 
 
-@bounded(300)
+@examples(300)
 @given(mutated_bytes(numbers_config().to_json().encode()))
 def test_any_bytes(tmp_path, data):
     path = tmp_path / "config.json"
@@ -91,7 +92,7 @@ VALUES = st.one_of(
 )
 
 
-@bounded(25)
+@examples(25)
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), VALUES), min_size=1, max_size=3))
 def test_any_flags(pairs):
     """Status 0, 1 or 2, and never a defect's line."""

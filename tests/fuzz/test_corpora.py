@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
-from garbage import PIECES, bounded, lines, texts
+from garbage import PIECES, lines, texts
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tiers import examples
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.batching import BatchPlan, choose_shapes, eval_batches, make_batch
@@ -45,7 +46,7 @@ file_bytes = st.one_of(
 )
 
 
-@bounded(300)
+@examples(300)
 @given(file_bytes)
 def test_lines_end_at_newlines_alone(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
@@ -61,7 +62,7 @@ def test_lines_end_at_newlines_alone(tmp_path, data):
     assert read_lines(tmp_path / "file") == expected
 
 
-@bounded(150)
+@examples(150)
 @given(file_bytes, file_bytes)
 @example(b"", b"")
 @example(b"a\nb\n", b"a\n")
@@ -80,7 +81,7 @@ cells = st.one_of(file_bytes, st.sampled_from([b"a\tb", b'{"a": "x", "b": "y"}',
 
 
 @pytest.mark.parametrize("source", ["tsv", "jsonl"])
-@bounded(150)
+@examples(150)
 @given(found=st.lists(cells, max_size=5), packed=st.booleans())
 @example(found=[b"[" * 100_000], packed=False)
 @example(found=[b'{"a": ' + b"9" * 5000 + b"}"], packed=False)
@@ -113,7 +114,7 @@ def content(batch):
     return sorted(rows)
 
 
-@bounded(100)
+@examples(100)
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=12))
 @example([("", "")])
 @example([("  \u2028", "a"), ("\v\f\x85", "\x1c")])

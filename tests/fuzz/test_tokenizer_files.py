@@ -5,9 +5,10 @@ import random
 import time
 
 import pytest
-from garbage import PIECES, bounded, mutated_bytes, mutated_json, texts
+from garbage import PIECES, mutated_bytes, mutated_json, texts
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.pairs import Pairs
@@ -31,7 +32,7 @@ KINDS = ["bpe", "word", "pretokenized", "subword_nmt"]
 TOKENIZERS = {kind: make(kind) for kind in KINDS}
 
 
-@bounded(400)
+@examples(400)
 @given(st.lists(texts, min_size=1, max_size=4))
 def test_byte_pairs_give_every_text_back(found):
     tokenizer = TOKENIZERS["bpe"]
@@ -41,7 +42,7 @@ def test_byte_pairs_give_every_text_back(found):
 
 
 @pytest.mark.parametrize("kind", ["word", "pretokenized", "subword_nmt"])
-@bounded(150)
+@examples(150)
 @given(text=texts)
 def test_words_lose_spaces_and_what_is_unknown_and_nothing_else(kind, text):
     tokenizer = TOKENIZERS[kind]
@@ -84,7 +85,7 @@ def check(text):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tree(kind):
-    @bounded(150)
+    @examples(150)
     @given(mutated_json(TREES[kind]))
     def run(tree):
         check(json.dumps(tree))
@@ -93,7 +94,7 @@ def test_any_tree(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@bounded(60)
+@examples(60)
 @given(data=st.data())
 def test_any_bytes(tmp_path, kind, data):
     text = TOKENIZERS[kind].to_json().encode()
@@ -118,7 +119,7 @@ def test_ids_beyond_the_table_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
-@bounded(30)
+@examples(30)
 @given(found=st.lists(texts, min_size=1, max_size=5))
 def test_any_text_can_be_trained_on(kind, found):
     model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)

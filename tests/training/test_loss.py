@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tiers import examples
 
 from transformer_jax.training.loss import cross_entropy
 
@@ -59,7 +60,7 @@ def test_gradient_is_softmax_minus_the_smoothed_target(mass):
         np.testing.assert_allclose(grad[row, position], expected, atol=2e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def test_sums_are_the_same_however_the_batch_is_split(parts):
     logits, targets = example()

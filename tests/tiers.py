@@ -1,0 +1,266 @@
+"""The tiers of the tests, and the budgets of time and memory that hold in the fast tier.
+
+`python -m pytest` runs the tests marked `fast`: no network, no process that trains, no third-party implementation.
+Everything listed in SLOW is marked `slow`. Tests named on the command line run whatever their tier:
+
+    python -m pytest                                  # the fast tier
+    python -m pytest tests/interop                    # all tests of a folder
+    python -m pytest -m "fast or slow"                # all tests
+    HYPOTHESIS_PROFILE=ci python -m pytest -m "slow or fuzz"   # what the fast tier leaves out
+
+conftest.py imports the hooks below.
+"""
+
+import importlib
+import importlib.machinery
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).resolve().parent
+
+# Files, folders and single tests that the fast tier leaves out, by reason. Paths are relative to tests/. A test with a
+# fixture named after a package of FULL_ONLY need not be listed.
+SLOW = {
+    "compares with PyTorch, Transformers, CTranslate2 or subword-nmt": (
+        "data/test_sentencepiece.py::test_clean_up",
+        "data/test_sentencepiece.py::test_ids_are_those_of_transformers",
+        "data/test_sentencepiece.py::test_ids_of_the_target_are_those_of_transformers",
+        "data/test_sentencepiece.py::test_text_is_that_of_transformers",
+        "data/test_subword_nmt.py",
+        "decoding/test_sampling.py::test_what_may_be_drawn_is_what_hugging_face_leaves",
+        "interop/test_convert.py::test_a_bare_state_dict_needs_what_it_does_not_store",
+        "interop/test_convert.py::test_containers_of_training_scripts_are_opened",
+        "interop/test_convert.py::test_damaged_or_malicious_files",
+        "interop/test_convert.py::test_there_and_back",
+        "interop/test_ctranslate2.py",
+        "interop/test_ctranslate2_refusals.py::test_a_model_without_padding",
+        "interop/test_ctranslate2_refusals.py::test_positions_that_are_not_stored",
+        "interop/test_fairseq.py",
+        "interop/test_marian_refusals.py",
+        "interop/test_round_trip.py",
+        "parity/test_compare.py",
+        "parity/test_suspects.py",
+        "training/test_against_torch.py",
+    ),
+    "needs tensorflow-datasets": ("data/test_tfds.py",),
+    "starts processes that train, kills them, or fills a disk": (
+        "benchmarks/test_scripts.py",
+        "runtime/test_distributed.py",
+        "stress",
+        "test_train_process.py",
+    ),
+    "clicks through a page in a browser": ("visualization/test_attention_page.py",),
+    "runs the blocks of the documents": ("test_docs.py",),
+    "builds and installs the wheel": (
+        "test_project.py::test_wheel_holds_the_package_alone",
+        "test_project.py::test_wheel_brings_the_command_and_the_default_recipe",
+    ),
+}
+SLOW_NAMES = frozenset(name for names in SLOW.values() for name in names)
+
+# Packages of the extra `test-full` alone. The fast tier hides them, so that it is the same with and without them.
+FULL_ONLY = ("ctranslate2", "selenium", "subword_nmt", "tensorflow", "tensorflow_datasets", "torch", "transformers")
+
+MAX_CPU_SECONDS = 20.0  # of one test or of its fixtures, in this process and its children; the slowest take about 8
+MAX_MEMORY_GB = 2.0  # of one worker, at its peak
+CLEAR_MEMORY_GB = 1.2  # above this, compiled code is dropped between two files
+
+# Profiles of hypothesis and their percentage of the examples that a test asks for. `nightly` draws new ones each time.
+PROFILES = {"dev": 20, "ci": 100, "nightly": 1000}
+
+
+def examples(count: int) -> settings:
+    """Return the settings of a property that is checked with a number of examples, scaled by the chosen profile."""
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=max(1, count * settings().max_examples // 100), suppress_health_check=checks)
+
+
+def is_slow(item: pytest.Function) -> bool:
+    """Return whether SLOW lists a test by its own name, its file or a folder above it, or a fixture says it."""
+    file = item.path.relative_to(TESTS)
+    names = {f"{file}::{item.originalname}", *map(str, (file, *file.parents))}
+    return not SLOW_NAMES.isdisjoint(names) or not set(FULL_ONLY).isdisjoint(item.fixturenames)
+
+
+class WithoutFullOnly(importlib.machinery.PathFinder):
+    """Finds modules as Python does, but for the packages of FULL_ONLY, as where they are not installed."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        """Return None for a package of FULL_ONLY."""
+        return None if fullname.partition(".")[0] in FULL_ONLY else super().find_spec(fullname, path, target)
+
+
+def is_fast_tier(config: pytest.Config) -> bool:
+    """Return whether this session runs the fast tier and nothing else."""
+    return config.option.markexpr == "fast"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the fast tier where the command line selects no mark and no path, and the profile of hypothesis."""
+    if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.option.markexpr = "fast"  # xdist hands the options of the first process to its workers
+    if is_fast_tier(config):
+        path_finder = sys.meta_path.index(importlib.machinery.PathFinder)
+        sys.meta_path[path_finder] = WithoutFullOnly
+
+    if config.pluginmanager.has_plugin("xdist"):
+        config.pluginmanager.register(XdistHooks())
+
+    for name, max_examples in PROFILES.items():
+        random = {"derandomize": True, "database": None} if name != "nightly" else {"print_blob": True}
+        settings.register_profile(name, max_examples=max_examples, deadline=None, **random)
+    full = os.environ.get("CI") == "true" and not is_fast_tier(config)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if full else "dev"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files of which no test is in the fast tier alone there: they may import what it does not have."""
+    if is_fast_tier(config) and str(collection_path.relative_to(TESTS)) in SLOW_NAMES:
+        return True
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark every test as fast or slow before pytest selects by mark."""
+    for item in items:
+        item.add_marker("slow" if is_slow(item) else "fast")
+        if "fuzz" in item.path.parts:
+            item.add_marker("fuzz")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of workers of `-n auto`: one for each core, as far as the memory suffices."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    needed = MAX_MEMORY_GB if is_fast_tier(config) else 3 * MAX_MEMORY_GB
+    return max(1, min(cores, int(available_gb() / needed)))
+
+
+def available_gb() -> float:
+    """Return the memory that is free, within the limit of the container where there is one; 8 if that is unknown."""
+    found = []
+    meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    if meminfo.exists():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    if limit.exists() and limit.read_text().strip().isdigit():
+        found.append(int(limit.read_text()) - int(limit.with_name("memory.current").read_text()))
+    return min(found, default=8e9) / 1e9
+
+
+def cpu_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def peak_gb() -> float:
+    """Return the largest amount of memory that this process has held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def current_gb() -> float:
+    """Return the memory that this process holds; its peak where the system does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() / 1e9 if statm.exists() else peak_gb()
+
+
+def limit_cpu(item: pytest.Item, phase: str, seconds: float) -> None:
+    """Fail a test of the fast tier that took more processor time than it may."""
+    if is_fast_tier(item.config) and seconds > MAX_CPU_SECONDS:
+        pytest.fail(
+            f"the {phase} of {item.nodeid} took {seconds:.0f} s of processor time; a test of the fast tier may take "
+            f"{MAX_CPU_SECONDS:.0f} s. Make it faster, or list it in SLOW in tests/tiers.py.",
+            pytrace=False,
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+    """Limit the time of a test's fixtures."""
+    start = cpu_seconds()
+    result = yield
+    limit_cpu(item, "setup", cpu_seconds() - start)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Limit the time of a test."""
+    start = cpu_seconds()
+    result = yield
+    limit_cpu(item, "call", cpu_seconds() - start)
+    return result
+
+
+PEAKS: dict[str, float] = {}  # gigabytes, by worker
+FIRST_ABOVE: list[str] = []  # the file in which this process first held more than it may
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_compiled_code(request) -> Iterator[None]:
+    """Drop compiled code between files where it takes much memory, or many of the 65,530 mappings of a process."""
+    yield
+    maps = Path("/proc/self/maps")
+    if peak_gb() > MAX_MEMORY_GB and not FIRST_ABOVE:
+        FIRST_ABOVE.append(request.node.nodeid)
+    if current_gb() > CLEAR_MEMORY_GB or (maps.exists() and maps.read_bytes().count(b"\n") > 40_000):
+        import gc
+
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Report a worker's peak memory to the first process, which fails the session if it is too large."""
+    peak = f"{peak_gb():.2f} GB" + "".join(f", above the limit since {file}" for file in FIRST_ABOVE)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = (os.environ["PYTEST_XDIST_WORKER"], peak_gb(), peak)
+        return
+    if not PEAKS:
+        PEAKS[peak] = peak_gb()
+    if is_fast_tier(session.config) and max(PEAKS.values()) > MAX_MEMORY_GB and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Print the peak memory of the workers, and what to do where it is too large."""
+    terminalreporter.write_line(f"peak memory: {'; '.join(PEAKS)}")
+    if is_fast_tier(config) and max(PEAKS.values(), default=0) > MAX_MEMORY_GB:
+        terminalreporter.write_line(
+            f"ERROR: a worker of the fast tier may hold {MAX_MEMORY_GB:g} GB. Make the tests of the file that is "
+            "named smaller, or list them in SLOW in tests/tiers.py."
+        )
+
+
+class XdistHooks:
+    """Hooks that exist only where pytest-xdist is active."""
+
+    def pytest_testnodedown(self, node) -> None:
+        """Collect a worker's peak memory."""
+        name, peak, text = getattr(node, "workeroutput", {}).get("peak", ("", 0.0, ""))
+        if name:
+            PEAKS[f"{name} {text}"] = peak
+
+
+def import_or_skip(name: str):
+    """Import an optional package, or skip the test; with CI=true a missing package fails the test."""
+    if WithoutFullOnly in sys.meta_path and name.partition(".")[0] in FULL_ONLY:
+        pytest.fail(f"this test needs {name}, which the fast tier does not have: list it in SLOW in tests/tiers.py")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is not installed; pip install '.[test-full]' installs every package the tests use"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
