@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tiers
 
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.presets import PRESETS, preset
@@ -79,9 +80,16 @@ def in_cell(row: dict[str, str], column: str):
 
 
 @functools.cache
-def functions_of(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+def functions_of(file: Path) -> dict[str, set[str]]:
+    """Return the names of a file's functions, each with the names of its arguments."""
+    functions = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
+    return {node.name: {arg.arg for arg in node.args.args} for node in functions}
+
+
+def in_fast_tier(name: str) -> bool:
+    """Return whether `tests/file.py::test_function` runs in the fast tier."""
+    file, _, function = name.partition("::")
+    return not tiers.is_slow(Path(file).relative_to("tests"), function, functions_of(ROOT / file)[function])
 
 
 # ------------------------------------------------------------------------------------------------------ what is named
@@ -101,6 +109,26 @@ def test_every_test_that_is_named_exists(row):
         file, _, function = name.partition("::")
         assert function.startswith("test_"), name
         assert function in functions_of(ROOT / file), name
+
+
+def test_fast_tier_checks_every_row_of_the_paper_map():
+    assert not [row["test"] for row in STEPS if not any(map(in_fast_tier, code(row["test"])))]
+
+
+def test_fast_tier_checks_every_row_of_the_ledger_that_needs_no_third_party():
+    third_party = [
+        name for reason, names in tiers.SLOW.items() if "needs" in reason or "with" in reason for name in names
+    ]
+    named = [name for table in tables(LEDGER) for row in table for name in code(row["test"])]
+    missing = {name for name in named if not in_fast_tier(name)}
+    assert not {name for name in missing if not name.removeprefix("tests/").startswith(tuple(third_party))}
+
+
+def test_every_slow_test_exists():
+    for name in tiers.SLOW_NAMES:
+        file, _, function = name.partition("::")
+        assert (ROOT / "tests" / file).exists(), name
+        assert not function or function in functions_of(ROOT / "tests" / file), name
 
 
 @pytest.mark.parametrize("row", STEPS, ids=[str(number) for number in range(len(STEPS))])

@@ -16,7 +16,7 @@ import importlib.machinery
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,11 +81,16 @@ def examples(count: int) -> settings:
     return settings(max_examples=max(1, count * settings().max_examples // 100), suppress_health_check=checks)
 
 
-def is_slow(item: pytest.Function) -> bool:
-    """Return whether SLOW lists a test by its own name, its file or a folder above it, or a fixture says it."""
-    file = item.path.relative_to(TESTS)
-    names = {f"{file}::{item.originalname}", *map(str, (file, *file.parents))}
-    return not SLOW_NAMES.isdisjoint(names) or not set(FULL_ONLY).isdisjoint(item.fixturenames)
+def is_slow(file: Path, test: str, fixtures: Iterable[str]) -> bool:
+    """Return whether a test is left out of the fast tier.
+
+    Args:
+        file: Path of the test's file, relative to tests/.
+        test: Name of the function.
+        fixtures: Names of the fixtures that it uses.
+    """
+    names = {f"{file}::{test}", *map(str, (file, *file.parents))}
+    return not SLOW_NAMES.isdisjoint(names) or not set(FULL_ONLY).isdisjoint(fixtures)
 
 
 class WithoutFullOnly(importlib.machinery.PathFinder):
@@ -131,7 +136,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Mark every test as fast or slow before pytest selects by mark."""
     for item in items:
-        item.add_marker("slow" if is_slow(item) else "fast")
+        item.add_marker(
+            "slow" if is_slow(item.path.relative_to(TESTS), item.originalname, item.fixturenames) else "fast"
+        )
         if "fuzz" in item.path.parts:
             item.add_marker("fuzz")
 
