@@ -37,9 +37,9 @@ API = {
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
     "beam_search": "decoding.beam_search",  # over a callback, knows no model
     "greedy_search": "decoding.search",
+    "SearchSpec": "decoding.search",  # what both searches may generate, and when they stop
     "Sampling": "config",  # what tokens are drawn from, in place of a search
     "align": "decoding.alignment",  # align(translator, texts, translations): source tokens of target tokens
-    "explain": "decoding.explain",  # explain(translator, texts): a search step by step
     "score_pairs": "evaluation.scoring",  # score_pairs(translator, pairs): log-probabilities of given targets
     "score_corpus": "evaluation.bleu",  # BLEU and chrF with signatures
     # What the commands do.
@@ -70,8 +70,7 @@ if TYPE_CHECKING:
     )
     from transformer_jax.decoding.alignment import align
     from transformer_jax.decoding.beam_search import beam_search
-    from transformer_jax.decoding.explain import explain
-    from transformer_jax.decoding.search import greedy_search
+    from transformer_jax.decoding.search import SearchSpec, greedy_search
     from transformer_jax.decoding.translator import Translator
     from transformer_jax.evaluation.bleu import score_corpus
     from transformer_jax.evaluation.evaluate import average, evaluate

@@ -473,6 +473,8 @@ class DecodingConfig:
     rules of these libraries."""
     max_length_offset: CountOrZero = 50
     """Maximum length of a translation in tokens beyond the length of its source, EOS included on both sides."""
+    min_length: CountOrZero = 0
+    """Minimum number of tokens before EOS. 0 allows an empty output, as in the paper; fairseq and CTranslate2 use 1."""
     forbidden_ids: tuple[int, ...] = ()
     """Token ids that are never generated, in addition to padding and to ids that the tokenizer does not have."""
     renormalize_logits: bool = False

@@ -124,13 +124,6 @@ def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
     file.write_text("drei\n \n\n")
     spaces = cli("translate", tiny.run, "--max-length-offset", "2", "--prefixes", file, stdin=stdin)
     assert spaces.out == done.out
-    how = ["--beam-size", "2", "--max-length-offset", "2", "--prefixes", file, "--explain", "--n-best", "2"]
-    explained = cli("translate", tiny.run, *how, stdin=stdin)
-    assert explained.status == 0
-    report, *_ = explained.out.split("\nsource ")
-    told = [line.partition("tokens: ")[2] for line in report.rpartition("result\n")[2].rstrip().splitlines()]
-    assert len(told) == 2
-    assert all(text.startswith("drei") for text in told)
     # One that is longer than the limit is whole, and followed by something.
     long = text_of(16, translator)  # no padding hides its last step
     (found,) = translator.translate_n_best(["a"], 1, prefixes=[long])[0]
@@ -169,9 +162,7 @@ def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
     [
         (["--top-k", "3"], "--top-k goes with --sample"),
         (["--seed=3"], "--seed goes with --sample"),
-        (["--sample", "--explain"], "--explain is for a search; with --sample there is none"),
         (["--sample", "--beam_size=2"], "--beam-size is for a search"),
-        (["--explain", "--format", "jsonl"], "--explain is a text to read"),
         (["--alignment"], "--alignment goes with --format jsonl"),
         (["--prefix", "a", "--prefixes", "b"], "exclude each other"),
         (["--sample", "--top-p", "0"], "top_p is 0.0; it must be more than 0 and at most 1"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.decoding.beam_search import beam_search, reorder_rows
-from transformer_jax.decoding.search import SearchResult
+from transformer_jax.decoding.search import SearchResult, SearchSpec
 
 PAD, EOS, START, UNK = 0, 1, 2, 3
 STOPPINGS = ("paper", "huggingface", "ctranslate2")
@@ -69,6 +69,12 @@ def quick_jit(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
+def spec(limits, width, **options) -> SearchSpec:
+    """A `SearchSpec` with the special ids of these tests."""
+    ids = {"start_id": START, "eos_id": EOS, "pad_id": PAD}
+    return SearchSpec(max_lengths=jnp.asarray(limits, jnp.int32), max_length=width, **ids, **options)
+
+
 @functools.lru_cache
 def compiled(model, k, width, reorder_fn, options):
     """`beam_search` over a model, jitted: one function for all calls with these options."""
@@ -77,18 +83,7 @@ def compiled(model, k, width, reorder_fn, options):
         options["prefix"] = jnp.array(options["prefix"], jnp.int32)
 
     def run(state, limits):
-        return beam_search(
-            model.step,
-            state,
-            reorder_fn,
-            beam_size=k,
-            max_lengths=limits,
-            max_length=width,
-            start_id=START,
-            eos_id=EOS,
-            pad_id=PAD,
-            **options,
-        )
+        return beam_search(model.step, state, spec(limits, width, beam_size=k, **options), reorder_fn=reorder_fn)
 
     return quick_jit(run)
 
@@ -116,10 +111,10 @@ def check(result: SearchResult, row: int, expected: list[tuple[float, list[int],
 # --------------------------------------------------------------------------------------------------------- references
 
 
-def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=()):
+def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=(), min_length=0):
     """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first.
 
-    With a prefix: of those that begin with it.
+    With a prefix: of those that begin with it. With `min_length`: EOS has at least that number of tokens before it.
     """
     allowed = [token for token in range(model.v) if token not in forbidden]
     ended, cut = [], []
@@ -127,13 +122,15 @@ def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=
         for tokens in itertools.product(allowed, repeat=length):
             if EOS in tokens[:-1] or (tokens[-1] != EOS and length < limit) or tokens[: len(prefix)] != tuple(prefix):
                 continue
+            if tokens[-1] == EOS and length <= min_length:
+                continue
             log_prob = sum(model.log_probs(sentence, tokens[:i])[token] for i, token in enumerate(tokens))
             hypothesis = (log_prob / penalty(kind, length, alpha), list(tokens), log_prob)
             (ended if tokens[-1] == EOS else cut).append(hypothesis)
     return sorted(ended, reverse=True) + sorted(cut, reverse=True)
 
 
-def continuations(model, sentence, live, k, prefix=(), renormalize_logits=False):
+def continuations(model, sentence, live, k, prefix=(), min_length=0, renormalize_logits=False):
     """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK.
 
     Within the prefix there is one way, and its probability is that among all tokens.
@@ -145,26 +142,28 @@ def continuations(model, sentence, live, k, prefix=(), renormalize_logits=False)
             token = prefix[len(tokens)]
             found.append((log_prob + log_probs[token], [*tokens, token]))
             continue
-        rest = math.log(1 - math.exp(log_probs[UNK])) if renormalize_logits else 0.0
-        found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in range(model.v) if t not in (PAD, UNK)]
+        forbidden = (UNK, EOS) if len(tokens) < min_length else (UNK,)
+        rest = math.log(1 - sum(math.exp(log_probs[t]) for t in forbidden)) if renormalize_logits else 0.0
+        allowed = [t for t in range(model.v) if t not in (PAD, *forbidden)]
+        found += [(log_prob + log_probs[t] - rest, [*tokens, t]) for t in allowed]
     return sorted(found, reverse=True)[: 2 * k]
 
 
-def reference_paper(model, sentence, limit, k, n, kind, alpha, prefix=()):
+def reference_paper(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
     """Never stops early, keeps every hypothesis that ended."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, prefix)
+        found = continuations(model, sentence, live, k, prefix, min_length)
         ended += [(p / penalty(kind, length, alpha), y, p) for p, y in found if y[-1] == EOS]
         live = [(p, y) for p, y in found if y[-1] != EOS][:k]
     return (sorted(ended, reverse=True) + [(p / penalty(kind, limit, alpha), y, p) for p, y in live])[:n]
 
 
-def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=()):
+def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
     """A list of at most k that ended; on it goes while that list is short or can, at this length, be improved."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, prefix)
+        found = continuations(model, sentence, live, k, prefix, min_length)
         for log_prob, tokens in found[:k]:
             if tokens[-1] == EOS or length == limit:
                 ended.append((log_prob / penalty(kind, length, alpha), tokens, log_prob))
@@ -175,11 +174,11 @@ def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=()):
     return ended[:n]
 
 
-def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha, prefix=()):
+def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
     """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
     live, ended, top_ended = [(0.0, [])], [], False
     for length in range(1, limit + 1):
-        found = continuations(model, sentence, live, k, prefix, renormalize_logits=True)
+        found = continuations(model, sentence, live, k, prefix, min_length, renormalize_logits=True)
         spare = [candidate for candidate in found[k:] if candidate[1][-1] != EOS]
         live = []
         for place, (log_prob, tokens) in enumerate(found[:k]):

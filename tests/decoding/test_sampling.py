@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from search_cases import EOS, PAD, START, UNK, Model, quick_jit
+from search_cases import EOS, PAD, UNK, Model, penalty, quick_jit, spec
 
 from transformer_jax.config import Sampling
-from transformer_jax.decoding.sampling import draw_tokens
-from transformer_jax.decoding.search import SearchResult, greedy_search, sample
+from transformer_jax.decoding.sampling import sample, sample_tokens
+from transformer_jax.decoding.search import SearchResult, greedy_search
 from transformer_jax.types import UserError
 
 SAMPLINGS = [
@@ -40,6 +40,11 @@ def exact(log_probs: np.ndarray, sampling: Sampling, forbidden: tuple[int, ...])
     return probs
 
 
+def among(v: int, *ids: int) -> jax.Array:
+    """Which of v tokens are these."""
+    return jnp.isin(jnp.arange(v), jnp.array(ids, jnp.int32))
+
+
 def keys(seed: int, *shape: int) -> jax.Array:
     return jax.random.split(jax.random.key(seed), shape)
 
@@ -52,7 +57,8 @@ def test_frequencies_are_the_probabilities(sampling, renormalize_logits):
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
     count, forbidden = 5_000, (PAD, 5)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12))
-    draw = jax.jit(lambda keys: draw_tokens(rows, keys, sampling, PAD, (5,), renormalize_logits=renormalize_logits))
+    options = {"forbidden": among(12, 5), "pad_id": PAD, "renormalize_logits": renormalize_logits}
+    draw = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, **options))
     log_probs, drawn = jax.device_get(draw(keys(0, count)))
     model_log_probs = logits - np.log(np.exp(np.delete(logits, 5) if renormalize_logits else logits).sum())
     np.testing.assert_allclose(log_probs, model_log_probs[drawn], rtol=1e-4)
@@ -83,7 +89,9 @@ def test_what_may_be_drawn_is_what_hugging_face_leaves(sampling):
     # And the function itself draws all of these and no other.
     count = 100
     rows = jnp.repeat(jnp.asarray(logits), count, axis=0)
-    drawn = jax.jit(lambda keys: draw_tokens(rows, keys, sampling, PAD)[1])(keys(1, 40 * count))
+    drawn = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, forbidden=among(30), pad_id=PAD)[1])(
+        keys(1, 40 * count)
+    )
     assert np.all(expected[np.repeat(np.arange(40), count), drawn] > 0)
 
 
@@ -91,14 +99,15 @@ def test_impossible_and_forced_tokens():
     logits = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [-jnp.inf] * 3])
     forced = jnp.array([2, -1, -1])
     for renormalize_logits in (False, True):  # the forced one is as probable as among all tokens
-        options = {"forced": forced, "renormalize_logits": renormalize_logits}
-        log_probs, drawn = draw_tokens(logits, keys(0, 3), Sampling(), 0, (1, 2), **options)
+        options = {"forbidden": among(3, 1, 2), "pad_id": 0, "renormalize_logits": renormalize_logits}
+        log_probs, drawn = sample_tokens(logits, keys(0, 3), Sampling(), forced=forced, **options)
         assert drawn[0] == 2
         assert log_probs[0] == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), rel=1e-5)
         assert log_probs[1] == log_probs[2] == -jnp.inf
     for temperature in (1e-6, 1e6):
         values = jnp.array([[-90.0, -30.0, -60.0, 90.0]])
-        log_probs, drawn = draw_tokens(values, keys(0, 1), Sampling(temperature=temperature, top_k=2), 3)
+        sampling = Sampling(temperature=temperature, top_k=2)
+        log_probs, drawn = sample_tokens(values, keys(0, 1), sampling, forbidden=among(4), pad_id=3)
         assert np.isfinite(log_probs).all()
         assert drawn[0] in (1, 2)
 
@@ -127,18 +136,7 @@ def draws(model, sentences, limits, width, row_keys, sampling=Sampling(), **opti
 
     @quick_jit
     def run(state, limits, row_keys):
-        return sample(
-            model.step,
-            state,
-            row_keys,
-            sampling,
-            max_lengths=limits,
-            max_length=width,
-            start_id=START,
-            eos_id=EOS,
-            pad_id=PAD,
-            **options,
-        )
+        return sample(model.step, state, spec(limits, width, **options), sampling, row_keys)
 
     state = model.state(sentences, row_keys.shape[1])
     return jax.tree.map(np.asarray, run(state, jnp.asarray(limits), row_keys))
@@ -153,9 +151,19 @@ def test_each_draw_is_scored_by_the_model_and_the_most_probable_comes_first():
         assert len(tokens) == 6 or tokens[-1] == EOS
         assert not {PAD, UNK} & set(tokens)
         total = sum(model.log_probs(3, tokens[:i])[token] for i, token in enumerate(tokens))
-        assert result.scores[0, place] == result.log_probs[0, place] == pytest.approx(total, rel=1e-5)
+        assert result.log_probs[0, place] == pytest.approx(total, rel=1e-5)
+        assert result.scores[0, place] == pytest.approx(total / penalty("gnmt", len(tokens), 0.6), rel=1e-5)
     assert len({tuple(tokens) for tokens in result.tokens[0].tolist()}) > 20
     assert not result.lengths[1].any()
+
+
+def test_samples_have_min_length_tokens_before_eos():
+    """EOS is probable here: without the setting most samples are shorter."""
+    model = Model(9, 3.0)
+    free, longer = (draws(model, [3], [6], 6, keys(0, 1, 50), min_length=length) for length in (0, 3))
+    assert free.lengths.min() == 1
+    assert longer.lengths.min() == 4
+    assert not np.any(longer.tokens[0, :, :3] == EOS)
 
 
 def test_sentences_are_drawn_as_often_as_they_are_probable():
@@ -190,10 +198,8 @@ def test_a_draw_depends_on_its_key_and_on_no_other():
 
 def test_the_top_one_is_greedy_search_and_a_prefix_begins_each_draw():
     model, limits = Model(9, 0.5), jnp.array([7] * 10)
-    options = {"max_lengths": limits, "max_length": 7, "start_id": START, "eos_id": EOS, "pad_id": PAD}
-    expected = jax.device_get(
-        quick_jit(lambda state: greedy_search(model.step, state, **options))(model.state(range(10)))
-    )
+    search = quick_jit(lambda state: greedy_search(model.step, state, spec(limits, 7)))
+    expected = jax.device_get(search(model.state(range(10))))
     for sampling in (Sampling(top_k=1), Sampling(top_p=1e-6), Sampling(temperature=1e-4)):
         found = draws(model, range(10), limits, 7, keys(0, 10, 1), sampling)
         np.testing.assert_array_equal(found.tokens, expected.tokens)

@@ -18,12 +18,13 @@ from search_cases import (
     beams,
     check,
     enumerate_all,
+    penalty,
     quick_jit,
     reference_paper,
+    spec,
 )
 
-from transformer_jax.decoding import stopping
-from transformer_jax.decoding.beam_search import reorder_rows
+from transformer_jax.decoding.beam_search import STOPPING_RULES, reorder_rows
 from transformer_jax.decoding.search import SearchResult, greedy_search
 
 
@@ -69,6 +70,29 @@ def test_rules_agree_with_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
         check(result, row, REFERENCES[stopping](model, sentence, limit, k, n, kind, alpha)[:n], 11)
 
 
+@pytest.mark.parametrize("min_length", [1, 3])
+def test_wide_beam_with_min_length_equals_enumeration(min_length):
+    """EOS has at least `min_length` tokens before it, and every other hypothesis is found."""
+    lists = [enumerate_all(Model(5), row, 4, "gnmt", 0.6, min_length=min_length) for row in range(5)]
+    result = beams(Model(5), range(5), [4] * 5, k=125, n_best=5, min_length=min_length)
+    for row, expected in enumerate(lists):
+        check(result, row, expected[:5], 4)
+
+
+@pytest.mark.parametrize("stopping", STOPPINGS)
+def test_rules_with_min_length_agree_with_plain_loops(stopping):
+    """A limit below `min_length` cuts the hypothesis off without EOS."""
+    model, k, n = Model(13, 3.0), 3, 2
+    limits = [1 + i % 9 for i in range(32)]
+    options = {"stopping": stopping, "length_penalty": "power", "alpha": 1.0, "forbidden_ids": (UNK,)}
+    result = beams(model, range(32), limits, k=k, n_best=n, width=9, min_length=2, **options)
+    for row, limit in enumerate(limits):
+        expected = REFERENCES[stopping](model, row, limit, k, n, "power", 1.0, min_length=2)[:n]
+        check(result, row, expected, 9)
+    free = beams(model, range(32), limits, k=k, n_best=n, width=9, **options)
+    assert np.any(free.tokens != result.tokens)
+
+
 def test_rules_differ():
     """Or the test above would prove less than it seems to."""
     model = Model(12, 2.0)
@@ -90,10 +114,10 @@ def test_paper_stops_early_with_the_result_of_never_stopping(monkeypatch, alpha,
     early_steps = model.steps
 
     # One that never says so, in a model of its own: the first one's function is compiled.
-    def never(progress, length, setting):
-        return jnp.zeros_like(setting.limits, bool)
+    def never(beam, length, spec):
+        return jnp.zeros_like(spec.limits, bool)
 
-    monkeypatch.setitem(stopping.RULES, "paper", stopping.RULES["paper"]._replace(is_done=never))
+    monkeypatch.setitem(STOPPING_RULES, "paper", STOPPING_RULES["paper"]._replace(is_done=never))
     model = Model(12, 2.5)
     full = beams(model, range(20), [40] * 20, **options)
     jax.effects_barrier()
@@ -180,7 +204,7 @@ def test_state_is_reordered_by_the_callers_function():
 
 
 def test_beam_search_refuses_what_it_cannot_do():
-    with pytest.raises(ValueError, match="n_best is 3 and beam_size 2"):
+    with pytest.raises(ValueError, match=r"n_best=3 is out of range for beam_size=2\. Set n_best"):
         beams(Model(5), [0], [2], k=2, n_best=3)
     with pytest.raises(Exception, match="never"):
         beams(Model(5), [0], [2], k=2, stopping="never")
@@ -249,26 +273,19 @@ def greedy(model, sentences, limits, width, **options) -> SearchResult:
 
     @quick_jit
     def run(state, limits):
-        return greedy_search(
-            model.step,
-            state,
-            max_lengths=limits,
-            max_length=width,
-            start_id=START,
-            eos_id=EOS,
-            pad_id=PAD,
-            **options,
-        )
+        return greedy_search(model.step, state, spec(limits, width, **options))
 
     return jax.tree.map(np.asarray, run(model.state(sentences), jnp.asarray(limits)))
 
 
-@pytest.mark.parametrize(("forbidden", "prefix"), [((), ()), ((3, 4), ()), ((3, 4), (4, 6))])
-def test_greedy_is_a_loop_of_argmax(forbidden, prefix):
+@pytest.mark.parametrize(
+    ("forbidden", "prefix", "min_length"), [((), (), 0), ((3, 4), (), 2), ((3, 4), (4, 6), 0), ((), (4,), 3)]
+)
+def test_greedy_is_a_loop_of_argmax(forbidden, prefix, min_length):
     model = Model(9, 0.5)
     limits = [i % 8 for i in range(24)]
     begins = jnp.array([prefix] * 24, jnp.int32) if prefix else None
-    result = greedy(model, range(24), limits, 7, forbidden_ids=forbidden, prefix=begins)
+    result = greedy(model, range(24), limits, 7, forbidden_ids=forbidden, prefix=begins, min_length=min_length)
     ended = 0
     for sentence, limit in enumerate(limits):
         tokens, total = [], 0.0
@@ -277,10 +294,10 @@ def test_greedy_is_a_loop_of_argmax(forbidden, prefix):
             if len(tokens) < len(prefix):
                 tokens.append(prefix[len(tokens)])
             else:
-                log_probs[[PAD, *forbidden]] = -np.inf
+                log_probs[[PAD, *forbidden, *([EOS] if len(tokens) < min_length else [])]] = -np.inf
                 tokens.append(int(np.argmax(log_probs)))
             total += log_probs[tokens[-1]]
-        check(result, sentence, [(total, tokens, total)], 7)
+        check(result, sentence, [(total / penalty("gnmt", max(len(tokens), 1), 0.6), tokens, total)], 7)
         ended += EOS in tokens
     assert 4 < ended < 20  # both ways to stop were tried
 

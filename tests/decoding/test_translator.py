@@ -14,11 +14,11 @@ import pytest
 from translator_cases import WORDS, make, sentences
 
 from transformer_jax.config import DecodingConfig, ModelConfig, Sampling
-from transformer_jax.decoding import decode as cached_search
+from transformer_jax.decoding import decode as decode_module
 from transformer_jax.decoding import translator as module
-from transformer_jax.decoding.batches import padded_length
+from transformer_jax.decoding.decode import search_spec
 from transformer_jax.decoding.search import SearchResult
-from transformer_jax.decoding.translator import Translator, search
+from transformer_jax.decoding.translator import Translator, padded_length, search
 from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.types import EOS_ID, UserError
 
@@ -28,10 +28,11 @@ def calls(monkeypatch):
     """The calls of `search`, each answered with one token and EOS."""
     seen = []
 
-    def fake(params, src, limits, **options):
-        seen.append(SimpleNamespace(src=np.asarray(src), limits=np.asarray(limits), **options))
-        rows = (len(src), options["n_best"])
-        tokens = np.zeros((*rows, options["max_length"]), np.int32)
+    def fake(params, src, spec, **options):
+        limits = np.asarray(spec.max_lengths)
+        seen.append(SimpleNamespace(src=np.asarray(src), limits=limits, max_length=spec.max_length, **options))
+        rows = (len(src), spec.n_best)
+        tokens = np.zeros((*rows, spec.max_length), np.int32)
         tokens[:, :, 0] = src[:, :1]
         return SearchResult(tokens, np.zeros(rows, np.float32), np.ones(rows, np.int32), np.zeros(rows, np.float32))
 
@@ -111,13 +112,13 @@ def test_draws_are_rows_of_the_batch(calls):
 def test_a_cpu_searches_as_many_batches_at_a_time_as_it_has_cores(calls, monkeypatch):
     answer, together, last = module.search, threading.Barrier(3, timeout=60), threading.Event()
 
-    def search(params, src, limits, **options):
+    def search(params, src, spec, **options):
         together.wait()  # breaks unless three are there
         if src[0, 0] == 4:  # the longest source, which is the first
             assert last.wait(60)
         elif src[0, 0] == 6:
             last.set()
-        return answer(params, src, limits, **options)
+        return answer(params, src, spec, **options)
 
     monkeypatch.setattr(module, "search", search)
     monkeypatch.setattr(module.os, "cpu_count", lambda: 3)
@@ -144,14 +145,12 @@ def test_an_interrupt_does_not_wait_for_the_batches_to_come(calls, monkeypatch):
 
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
-    # Another max_length_offset for each beam than elsewhere, so that nothing compiled with other spans is found.
     translator = make(decoding={"beam_size": beam_size, "max_length_offset": 6 + beam_size, "stopping": "huggingface"})
     texts = sentences(3, 5, 7, 8)
-    monkeypatch.setattr(cached_search, "SPANS", (2, 5))
+    monkeypatch.setattr(decode_module, "CACHE_SIZES", (2, 5))
     found = translator.translate_n_best(texts, 1)
     assert max(one[0].num_tokens for one in found) > 5
-    monkeypatch.setattr(cached_search, "SPANS", ())
-    search.clear_cache()
+    monkeypatch.setattr(decode_module, "CACHE_SIZES", ())
     for one, other in zip(found, translator.translate_n_best(texts, 1), strict=True):
         assert one[0].text == other[0].text
         assert one[0].score == pytest.approx(other[0].score, rel=1e-5)
@@ -185,8 +184,9 @@ def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_
     params, src = abstract_params(model), jax.ShapeDtypeStruct((1, 3), jnp.int32)
 
     def shape_of(max_length):
-        options = {"model": Transformer(model), "decoding": DecodingConfig(beam_size=1), "max_length": max_length}
-        return jax.eval_shape(partial(search, **options), params, src, jax.ShapeDtypeStruct((1,), jnp.int32))
+        limits = np.array([max_length], np.int32)
+        spec = search_spec(model, DecodingConfig(beam_size=1), max_lengths=limits, max_length=max_length)
+        return jax.eval_shape(partial(search, model=Transformer(model)), params, src, spec)
 
     assert shape_of(40).tokens.shape == (1, 1, 40)
     with pytest.raises(UserError, match=r"translation of 41 tokens .* model\.max_length 40"):
@@ -262,10 +262,10 @@ def teacher_forced(translator, src, targets):
 def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
     translator = make(decoding={"beam_size": beam_size, "alpha": 0.6})
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
-    model = Transformer(translator.config.model)
-    decoding = translator.config.decoding
-    options = {"model": model, "decoding": decoding, "max_length": 8, "n_best": beam_size}
-    found = jax.device_get(search(translator.params, jnp.asarray(src), jnp.array([8, 6]), **options))
+    limits = np.array([8, 6], np.int32)
+    model, decoding = translator.config.model, translator.config.decoding
+    spec = search_spec(model, decoding, max_lengths=limits, max_length=8, n_best=beam_size)
+    found = jax.device_get(search(translator.params, jnp.asarray(src), spec, model=Transformer(model)))
     for n in range(beam_size):
         log_probs = teacher_forced(translator, src, found.tokens[:, n])
         for row in range(2):
@@ -273,8 +273,7 @@ def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
             tokens = found.tokens[row, n, :length]
             total = log_probs[row, np.arange(length), tokens].sum()
             assert found.log_probs[row, n] == pytest.approx(total, abs=1e-4)
-            score = total if beam_size == 1 else total / ((5 + length) / 6) ** 0.6
-            assert found.scores[row, n] == pytest.approx(score, abs=1e-4)
+            assert found.scores[row, n] == pytest.approx(total / ((5 + length) / 6) ** 0.6, abs=1e-4)
             if beam_size == 1:
                 allowed = log_probs[row, :length].copy()
                 allowed[:, 0] = -math.inf  # padding is never generated
@@ -289,8 +288,8 @@ def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weig
     model, decoding = Transformer(translator.config.model), translator.config.decoding
     (prepared,) = translator._prepare()
     assert prepared.decoder.embedding.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
-    options = {"model": model, "decoding": decoding, "max_length": 5}
-    found = jax.device_get(search(prepared, jnp.asarray(src), jnp.array([5, 5]), **options))
+    spec = search_spec(model.config, decoding, max_lengths=np.array([5, 5], np.int32), max_length=5)
+    found = jax.device_get(search(prepared, jnp.asarray(src), spec, model=model, quantization=weights))
     log_probs = teacher_forced(translator, src, found.tokens[:, 0])
     for row in range(2):
         length = found.lengths[row, 0]

@@ -10,7 +10,7 @@ import pytest
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.decoding import batches
+from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.model.transformer import Transformer
@@ -34,7 +34,7 @@ def by_hand(translator, source, target):
 
 @pytest.mark.parametrize("most_tokens", [4096, 40])
 def test_each_pair_is_what_it_is_alone(tiny, translator, monkeypatch, most_tokens):
-    monkeypatch.setattr(batches, "_MOST_PAIR_TOKENS", most_tokens)
+    monkeypatch.setattr(module, "_MAX_PAIR_TOKENS", most_tokens)
     pairs = read_split(tiny.config.data, "test")
     pairs = Pairs([*pairs.source, "a dog", ""], [*pairs.target, "", "ein hund"], "here")
     found = score_pairs(translator, pairs)

@@ -87,9 +87,9 @@ def plain():
 def said_back(monkeypatch, plain):
     """In place of the search: the source's ids from the last to the first, so that any bytes come out, in any order."""
 
-    def search(prepared, src, limits, *, max_length, **_):
-        tokens = np.zeros((len(src), 1, max_length), np.int32)
-        for row, (ids, limit) in enumerate(zip(np.asarray(src), np.asarray(limits), strict=True)):
+    def search(prepared, src, spec, **_):
+        tokens = np.zeros((len(src), 1, spec.max_length), np.int32)
+        for row, (ids, limit) in enumerate(zip(np.asarray(src), np.asarray(spec.max_lengths), strict=True)):
             back = ids[ids > 3][::-1][: int(limit)]
             tokens[row, 0, : len(back)] = back
         counts = (tokens > 0).sum(2).astype(np.int32)

@@ -9,7 +9,7 @@ import pytest
 from model_cases import CONFIGS, apply, every_config, model_and_inputs, to_jax
 
 from transformer_jax.model import incremental as decoding_step
-from transformer_jax.model.incremental import Int8Matrix, grow, reorder
+from transformer_jax.model.incremental import Int8Matrix, reorder_cache, resize_cache
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError
 
@@ -49,7 +49,7 @@ def test_hypotheses_that_change_places_are_those_decoded_alone(name):
     beams = np.zeros((2, k, 0), np.int32)
     for position in range(4):
         if position == 2:
-            cache = grow(cache, 4)
+            cache = resize_cache(cache, 4)
         new = rng.integers(3, 11, (2, k, 1), np.int32)
         beams = np.concatenate([beams, new], axis=2)
         logits, cache = decode_step(weights, jnp.asarray(new.reshape(-1)), cache, config=config)
@@ -58,7 +58,7 @@ def test_hypotheses_that_change_places_are_those_decoded_alone(name):
             np.testing.assert_allclose(logits.reshape(2, k, -1)[:, j], expected, rtol=1e-5, atol=1e-5)
         parents = rng.integers(0, k, (2, k))
         beams = np.take_along_axis(beams, parents[:, :, None], axis=1)
-        cache = reorder(cache, jnp.asarray((parents + np.array([[0], [k]])).reshape(-1)))
+        cache = reorder_cache(cache, jnp.asarray((parents + np.array([[0], [k]])).reshape(-1)))
 
 
 def test_the_source_is_kept_once_and_never_changes():

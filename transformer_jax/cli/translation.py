@@ -50,8 +50,6 @@ def translate(args: list[str]) -> None:
         sampling: Annotated[Sampling, arg(name="")] = field(default_factory=Sampling)
         seed: int = 0
         """Of the draws: the same seed draws the same for the same line at the same place."""
-        explain: bool = False
-        """In place of translations, tell step by step how they are found; for a few lines."""
         cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     parsed = parse(
@@ -67,7 +65,7 @@ def translate(args: list[str]) -> None:
     from transformer_jax.data.files import read_lines
     from transformer_jax.decoding.translator import Translator
 
-    if parsed.prefixes is not None and not with_others and not parsed.explain and sys.stdin.isatty():
+    if parsed.prefixes is not None and not with_others and sys.stdin.isatty():
         usage_error("translate", "--prefixes needs the lines on stdin; in a conversation --prefix is the same for all")
     given = None if parsed.prefixes is None else read_lines(parsed.prefixes)
     translator = Translator.load(parsed.run, ensemble=parsed.ensemble, **given_fields(parsed.decoding, args))
@@ -75,13 +73,6 @@ def translate(args: list[str]) -> None:
     def prefixes(count: int) -> Sequence[str] | None:
         return given if parsed.prefix is None else [parsed.prefix] * count
 
-    if parsed.explain:
-        from transformer_jax.decoding.explain import explain
-
-        lines = _stdin_lines() if is_main_process() else []
-        told = explain(translator, lines, parsed.n_best, prefixes(len(lines))) if is_main_process() else []
-        sys.stdout.buffer.write("\n".join(f"{one}\n" for one in told).encode("utf-8", "replace"))
-        return
     options: dict[str, Any] = {"sampling": parsed.sampling if parsed.sample else None}
     if not with_others and sys.stdin.isatty():
         for number, line in enumerate(_conversation()):
@@ -104,14 +95,12 @@ def translate(args: list[str]) -> None:
 def _check_usage(parsed: Any, args: Sequence[str]) -> None:
     """Flags that mean nothing together are refused, rather than ignored."""
     drawing = ("temperature", "top_k", "top_p", "seed")
-    searching = ("beam_size", "alpha", "length_penalty", "stopping", "explain")
+    searching = ("beam_size", "alpha", "length_penalty", "stopping")
     given = given_names(args)
     for name in searching if parsed.sample else drawing:
         if name in given:
             needed = "is for a search; with --sample there is none" if parsed.sample else "goes with --sample"
             usage_error("translate", f"--{name.replace('_', '-')} {needed}")
-    if parsed.explain and parsed.format != "text":
-        usage_error("translate", "--explain is a text to read; it has no --format jsonl")
     if parsed.alignment and parsed.format != "jsonl":
         usage_error("translate", "--alignment goes with --format jsonl")
     if parsed.prefix is not None and parsed.prefixes is not None:

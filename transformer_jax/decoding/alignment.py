@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.decoding.batches import pad, pair_batches
-from transformer_jax.decoding.translator import Hypothesis, Translator
+from transformer_jax.decoding.translator import Hypothesis, Translator, pad, pair_batches
 from transformer_jax.model.transformer import Transformer, attention_maps
 from transformer_jax.types import Params, UserError
 
@@ -62,7 +61,7 @@ def align(
     heads = max(member.config.decoder.num_heads for member in translator.members)
     lengths = [len(ids) for ids in src], [len(ids) for ids in tgt]
     for chosen, (size, source_length, target_length) in pair_batches(
-        *lengths, translator.room, lambda source, target: _MOST_WEIGHTS // (heads * source * target)
+        *lengths, translator.max_sequence_length, lambda source, target: _MOST_WEIGHTS // (heads * source * target)
     ):
         src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
         tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)

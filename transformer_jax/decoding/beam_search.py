@@ -1,205 +1,260 @@
-"""Beam search (paper section 6.1). See `search_loop` for the callback."""
+"""Beam search over a callback (paper section 6.1), and the rules that stop it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.decoding.search import (
-    GrowFn,
+    ResizeFn,
     SearchResult,
+    SearchSpec,
     State,
     StepFn,
-    Watch,
-    Watched,
-    best_of,
-    concatenate,
-    divide,
-    forced_tokens,
+    Stopping,
+    best_hypotheses,
+    decode_loop,
+    keep_state,
     score_dtype,
-    show,
-    take,
-    until_done,
-    where,
+    take_hypotheses,
 )
-from transformer_jax.decoding.stopping import RULES, LengthPenalty, Progress, Setting, Stopping
-from transformer_jax.decoding.top_k import best_tokens, top
+from transformer_jax.decoding.top_k import top_k, top_k_tokens
 
 ReorderFn = Callable[[State, Int[Array, " rows"]], State]
+"""Maps a state and, for each row, the row of the same sentence whose state it takes over, to the reordered state."""
 
 
-class _Beam(NamedTuple):
-    """What the loop of `beam_search` carries."""
+class BeamState(NamedTuple):
+    """The hypotheses of each sentence after a step."""
 
-    step: Int[Array, ""]
-    last: Int[Array, " b*k"]
-    progress: Progress
-    done: Bool[Array, " b"]
-    state: State
+    live: SearchResult
+    """The k best hypotheses that have not ended, best first."""
+    finished: SearchResult
+    """The k best hypotheses that have ended, best first; a score of -inf marks an empty slot."""
+    num_finished: Int[Array, " b"]
+    """Number of hypotheses that have ended so far, kept or not."""
+    top_finished: Bool[Array, " b"]
+    """Whether the best continuation of any step so far was an end."""
+
+
+class Rule(NamedTuple):
+    """When to stop decoding a sentence, and the quirks of the library that this rule reproduces."""
+
+    is_done: Callable[[BeamState, Int[Array, ""], SearchSpec], Bool[Array, " b"]]
+    """Whether each sentence is done, from its hypotheses and their length."""
+    only_best_k: bool
+    """Count an end only among the k best continuations of a step, not among all 2k."""
+    ends_at_limit: bool
+    """Count the k best hypotheses at the limit as finished even without EOS. Otherwise they rank after all that have
+    EOS."""
+    renormalize_logits: bool
+    """Exclude forbidden tokens from the softmax, instead of masking them after it."""
+
+
+def _paper_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSpec) -> Bool[Array, " b"]:
+    """Stop when no live hypothesis can enter the n best any more; a tie with the n-th best does not enter.
+
+    Log-probabilities only fall, so a live hypothesis scores at most its log-probability / the largest penalty ahead,
+    which is the penalty at the limit or, for a negative alpha, at the next token.
+    """
+    log_probs = beam.live.log_probs[:, 0]
+    bound = jnp.maximum(spec.score(log_probs, length + 1), spec.score(log_probs, spec.limits))
+    return beam.finished.scores[:, spec.n_best - 1] >= bound
+
+
+def _huggingface_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSpec) -> Bool[Array, " b"]:
+    """Stop when k have finished and the best live hypothesis, scored at its current length, beats none of them.
+
+    This is a heuristic: under a penalty that grows with the length, a live hypothesis can still improve its score.
+    """
+    worst = beam.finished.scores[:, -1]
+    return (worst > -jnp.inf) & (worst >= spec.score(beam.live.log_probs[:, 0], length))
+
+
+def _ctranslate2_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSpec) -> Bool[Array, " b"]:
+    """Stop when k have finished; without a length penalty, when n have and the best continuation was once an end."""
+    if spec.length_penalty == "none" or spec.alpha == 0:
+        return beam.top_finished & (beam.num_finished >= spec.n_best)
+    return beam.num_finished >= spec.beam_size
+
+
+STOPPING_RULES: dict[Stopping, Rule] = {
+    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalize_logits=False),
+    "huggingface": Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=False),
+    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=True),
+}
 
 
 def reorder_rows(state: State, rows: Int[Array, " rows"]) -> State:
-    """Row i of every array becomes what row `rows[i]` was; scalars (a position, say) stay as they are."""
+    """Return the state whose row i of every array is row `rows[i]`; scalars, such as a position, stay unchanged."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0) if jnp.ndim(leaf) else leaf, state)
 
 
 def beam_search(
     step_fn: StepFn,
     state: State,
-    reorder_fn: ReorderFn = reorder_rows,
+    spec: SearchSpec,
     *,
-    beam_size: int,
-    max_lengths: Int[Array, " b"],
-    max_length: int,
-    start_id: int,
-    eos_id: int,
-    pad_id: int,
-    alpha: float = 0.6,
-    length_penalty: LengthPenalty = "gnmt",
-    stopping: Stopping = "paper",
-    n_best: int = 1,
-    forbidden_ids: Sequence[int] = (),
-    renormalize_logits: bool = False,
-    prefix: Int[Array, "b p"] | None = None,
-    spans: Sequence[int] = (),
-    grow_fn: GrowFn = lambda state, length: state,
-    watch: Watch | None = None,
+    reorder_fn: ReorderFn = reorder_rows,
+    resize_fn: ResizeFn = keep_state,
 ) -> SearchResult:
-    """The hypotheses of the highest log P(y | x) / penalty(length) that a beam of k finds, k = `beam_size`.
+    """Find the hypotheses of highest log P(y | x) / length penalty that a beam of k = `spec.beam_size` reaches.
 
-    At each step the 2k best continuations of the k live hypotheses are looked at: a live one has one continuation that
-    ends, so at least k of them go on. Of equal ones the lower beam comes first, then the lower id.
+    Each step considers the 2k best continuations of the k live hypotheses. A live hypothesis has one continuation that
+    ends, so at least k of the 2k do not end. Of equal continuations that of the better hypothesis comes first, then the
+    lower id. The paper terminates "early when possible"; `spec.stopping` defines when:
 
-    The paper says "terminating early when possible"; what that is, and which ends count, is `stopping`:
-
-        paper         until no live hypothesis can enter the n best: the result is that of never stopping early. Ends
+        paper         When no live hypothesis can enter the n best: the result equals that of never stopping early. Ends
                       count among all 2k. If fewer than n ended by the limit, the best live ones follow, without EOS.
-        huggingface   `generate(early_stopping=False)`: until k ended and the best live hypothesis, scored at the length
-                      it has now, is no better than the worst of them.
-        ctranslate2   `translate_batch`, patience 1: until k ended; with no penalty until n ended and the best
-                      continuation of a step was an end. Forbidden ids (PAD only if named there) leave the softmax.
-        Both:         ends count among the k best continuations; at the limit these count as ended whatever they are.
+        huggingface   As `generate(early_stopping=False)`: when k have ended and the best live hypothesis, scored at its
+                      current length, is no better than the worst of them.
+        ctranslate2   As `translate_batch` with patience 1: when k have ended; without a penalty, when n have and the
+                      best continuation of a step was an end. Forbidden ids (PAD only if listed) leave the softmax.
+
+    Under `huggingface` and `ctranslate2` an end counts among the k best continuations only, and at the limit the k best
+    hypotheses count as ended even without EOS.
 
     Args:
-        step_fn: see `search_loop`. Rows are b * k: row i is beam i % k of sentence i // k.
-        state: what `step_fn` gets first, for b * k rows; it must return one of the same structure, shapes and dtypes.
-        reorder_fn: gives each row of the state the state of another row, always of the same sentence: what all beams
-            of a sentence have in common may be left alone.
-        beam_size: k.
-        max_lengths: most tokens for each sentence, EOS counted (the paper: those of the source plus 50).
-        max_length: the same for all of them, a Python number: the width of the result.
-        start_id: the token read first.
-        eos_id: the token that ends a hypothesis.
-        pad_id: what follows it; never generated.
-        alpha: exponent of the length penalty.
-        length_penalty: which penalty.
-        stopping: which rule.
-        n_best: n: how many hypotheses to return, at most k.
-        forbidden_ids: more tokens that are never generated.
-        renormalize_logits: exclude these from the softmax instead of masking them after it; ctranslate2 always does.
-        prefix: the tokens that a sentence begins with, whatever their probability; below 0 after the last of them.
-        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
-        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
-        watch: is told what each step did.
+        step_fn: Maps the last token of each row and a state to logits `rows v` and the next state, which has the same
+            structure, shapes and dtypes. There are b * k rows: row i is hypothesis i % k of sentence i // k.
+        state: The initial state, for b * k rows.
+        spec: Beam, limits, special tokens, length penalty and stopping rule.
+        reorder_fn: Gives each row the state of another row of the same sentence, so it may leave alone what all
+            hypotheses of a sentence share.
+        resize_fn: Resizes the state to the next of `spec.cache_sizes`.
 
     Returns:
-        n hypotheses a sentence.
+        The n = `spec.n_best` best hypotheses of each sentence.
+
+    A bigram model in place of a Transformer, whose best sentence does not begin with the best token:
+
+    >>> bigrams = jnp.log(jnp.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0.6, 0.1, 0.3], [0, 0.1, 0.5, 0.4]]))
+    >>> spec = SearchSpec(jnp.array([4]), max_length=4, start_id=3, eos_id=1, pad_id=0, beam_size=2, n_best=2)
+    >>> beam_search(lambda tokens, state: (bigrams[tokens], state), None, spec).tokens.tolist()
+    [[[2, 1, 0, 0], [3, 2, 1, 0]]]
     """
-    if not 1 <= n_best <= beam_size:
-        raise ValueError(f"n_best is {n_best} and beam_size {beam_size}; n_best must be from 1 to beam_size")
-    if stopping not in RULES:
-        raise ValueError(f"stopping is {stopping!r}; it must be one of {', '.join(RULES)}")
-    rule = RULES[stopping]
-    (b,), k = max_lengths.shape, beam_size
-    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
-    setting = Setting(beam_size, n_best, alpha, length_penalty, limits)
-    start = jnp.full((b * k,), start_id, jnp.int32)
-    dtype = score_dtype(step_fn, start, state)
+    rule, (b,), k = STOPPING_RULES[spec.stopping], spec.max_lengths.shape, spec.beam_size
+    start = jnp.full((b * k,), spec.start_id, jnp.int32)
 
-    def advance(search: _Beam) -> _Beam:
-        live, finished, num_finished, top_finished = search.progress
-        length = search.step + 1
-
-        # The 2k best continuations, best first.
-        logits, state = step_fn(search.last, search.state)
-        v = logits.shape[-1]
-        n = min(2 * k, v)  # of one hypothesis no more can be among the 2k best of all
-        next_log_probs, ids = best_tokens(
-            logits,
-            n,
-            pad_id,
-            forbidden_ids,
-            renormalize_logits=renormalize_logits or rule.renormalize_logits,
-            forced=forced_tokens(prefix, search.step, k),
-        )
-        log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)
-        log_probs, places = top(log_probs.reshape(b, k * n), 2 * k)
-        parents, tokens = places // n, jnp.take_along_axis(ids.reshape(b, k * n), places, axis=1)
-        candidates = SearchResult(
-            tokens=take(live, parents).tokens.at[:, :, search.step].set(tokens),
-            scores=divide(log_probs, setting.penalty(length)),
-            lengths=jnp.full_like(tokens, length),
-            log_probs=log_probs,
-        )
-
-        # Those that end join the finished ones, of which the k best stay.
-        at_limit = length >= limits
-        ends = tokens == eos_id
-        finishes = ends | at_limit[:, None] if rule.ends_at_limit else ends
-        if rule.only_best_k:
-            finishes &= (jnp.arange(2 * k) < k)[None]
-        finishes &= log_probs > -jnp.inf
-        offered = candidates._replace(scores=jnp.where(finishes, candidates.scores, -jnp.inf))
-        finished = best_of(concatenate(finished, offered), k)
-
-        # The k best of the others live on.
-        live_log_probs, chosen = top(jnp.where(ends | finishes, -jnp.inf, log_probs), k)
-        live = take(candidates, chosen)._replace(log_probs=live_log_probs)
-        live = live._replace(scores=divide(live_log_probs, setting.penalty(length)))
-
-        progress = Progress(
-            live, finished, num_finished + jnp.sum(finishes, axis=1, dtype=jnp.int32), top_finished | finishes[:, 0]
-        )
-        done = rule.is_done(progress, length, setting) | at_limit | (live_log_probs[:, 0] == -jnp.inf)
-        if watch is not None:
-            bound = rule.bound(progress, length, setting) if rule.bound else jnp.full((b,), jnp.nan, dtype)
-            lists = candidates, parents, finishes, live, finished
-            show(watch, Watched(length, *lists, bound, at_limit, search.done | done, search.done))
-        rows = jnp.arange(b)[:, None] * k + jnp.take_along_axis(parents, chosen, axis=1)
-        return _Beam(
-            step=length,
-            last=jnp.take_along_axis(tokens, chosen, axis=1).reshape(b * k),
-            progress=jax.tree.map(lambda old, new: where(search.done, old, new), search.progress, progress),
-            done=search.done | done,
+    def advance(carry: _Loop) -> _Loop:
+        logits, state = step_fn(carry.last, carry.state)
+        step = _continue_live(carry.beam.live, logits, carry.step, spec, rule)
+        beam, done, chosen = _update(carry.beam, step, carry.step + 1, spec, rule)
+        rows = jnp.arange(b)[:, None] * k + jnp.take_along_axis(step.parents, chosen, axis=1)
+        return _Loop(
+            step=carry.step + 1,
+            last=jnp.take_along_axis(step.tokens, chosen, axis=1).reshape(b * k),
+            beam=jax.tree.map(lambda old, new: _where(carry.done, old, new), carry.beam, beam),
+            done=carry.done | done,
             state=reorder_fn(state, rows.reshape(b * k)),
         )
 
-    nothing = SearchResult(
-        tokens=jnp.full((b, k, max_length), pad_id, jnp.int32),
+    empty = _empty_hypotheses(b, spec, score_dtype(step_fn, start, state))
+    # The k hypotheses of a sentence begin equal, so only the first is continued: otherwise all would be found k times.
+    first = empty._replace(scores=empty.scores.at[:, 0].set(0), log_probs=empty.log_probs.at[:, 0].set(0))
+    beam = BeamState(first, empty, jnp.zeros((b,), jnp.int32), jnp.zeros((b,), bool))
+    carry = _Loop(jnp.zeros((), jnp.int32), start, beam, spec.limits <= 0, state)
+    final = decode_loop(advance, carry, (*spec.cache_sizes, spec.max_length), resize_fn)
+
+    # The finished hypotheses, then the live ones if slots are left; slots that stay empty hold padding.
+    live, finished, _, _ = final.beam
+    num_kept = jnp.sum(finished.scores > -jnp.inf, axis=1)[:, None]
+    slot = jnp.arange(spec.n_best)[None]
+    result = take_hypotheses(_concatenate(finished, live), jnp.where(slot < num_kept, slot, k + slot - num_kept))
+    empty = take_hypotheses(empty, slot)
+    return jax.tree.map(lambda padding, leaf: _where(result.scores == -jnp.inf, padding, leaf), empty, result)
+
+
+class _Loop(NamedTuple):
+    """The loop carry of `beam_search`."""
+
+    step: Int[Array, ""]
+    last: Int[Array, " b*k"]
+    beam: BeamState
+    done: Bool[Array, " b"]
+    state: State
+
+
+class _Continuations(NamedTuple):
+    """The 2k best continuations of the live hypotheses by one token, best first."""
+
+    hypotheses: SearchResult
+    parents: Int[Array, "b 2*k"]
+    """Index of the live hypothesis that each one continues."""
+    tokens: Int[Array, "b 2*k"]
+    """The last token of each."""
+
+
+def _continue_live(
+    live: SearchResult, logits: Float[Array, "rows v"], step: Int[Array, ""], spec: SearchSpec, rule: Rule
+) -> _Continuations:
+    """Return the 2k best continuations of the live hypotheses of each sentence."""
+    (b, k), v = live.scores.shape, logits.shape[1]
+    n = min(2 * k, v)  # no more continuations of one hypothesis can be among the 2k best of all
+    next_log_probs, ids = top_k_tokens(
+        logits,
+        n,
+        forbidden=spec.forbidden(step, v),
+        renormalize_logits=spec.renormalize_logits or rule.renormalize_logits,
+        pad_id=spec.pad_id,
+        forced=spec.forced_tokens(step, k),
+    )
+    log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)
+    log_probs, index = top_k(log_probs.reshape(b, k * n), 2 * k)
+    parents, tokens = index // n, jnp.take_along_axis(ids.reshape(b, k * n), index, axis=1)
+    hypotheses = SearchResult(
+        tokens=take_hypotheses(live, parents).tokens.at[:, :, step].set(tokens),
+        scores=spec.score(log_probs, step + 1),
+        lengths=jnp.full_like(tokens, step + 1),
+        log_probs=log_probs,
+    )
+    return _Continuations(hypotheses, parents, tokens)
+
+
+def _update(
+    beam: BeamState, step: _Continuations, length: Int[Array, ""], spec: SearchSpec, rule: Rule
+) -> tuple[BeamState, Bool[Array, " b"], Int[Array, "b k"]]:
+    """Return the beam after a step, which sentences are done, and the indices of the continuations that stay live."""
+    k, candidates, at_limit = spec.beam_size, step.hypotheses, length >= spec.limits
+    ends = step.tokens == spec.eos_id
+    finishes = ends | at_limit[:, None] if rule.ends_at_limit else ends
+    if rule.only_best_k:
+        finishes &= (jnp.arange(2 * k) < k)[None]
+    finishes &= candidates.log_probs > -jnp.inf
+    ended = candidates._replace(scores=jnp.where(finishes, candidates.scores, -jnp.inf))
+
+    live_log_probs, chosen = top_k(jnp.where(ends | finishes, -jnp.inf, candidates.log_probs), k)
+    live = take_hypotheses(candidates, chosen)._replace(
+        log_probs=live_log_probs, scores=spec.score(live_log_probs, length)
+    )
+    beam = BeamState(
+        live,
+        best_hypotheses(_concatenate(beam.finished, ended), k),
+        beam.num_finished + jnp.sum(finishes, axis=1, dtype=jnp.int32),
+        beam.top_finished | finishes[:, 0],
+    )
+    done = rule.is_done(beam, length, spec) | at_limit | (live_log_probs[:, 0] == -jnp.inf)
+    return beam, done, chosen
+
+
+def _empty_hypotheses(b: int, spec: SearchSpec, dtype: jnp.dtype) -> SearchResult:
+    """Return k empty slots for each sentence."""
+    k = spec.beam_size
+    return SearchResult(
+        tokens=jnp.full((b, k, spec.max_length), spec.pad_id, jnp.int32),
         scores=jnp.full((b, k), -jnp.inf, dtype),
         lengths=jnp.zeros((b, k), jnp.int32),
         log_probs=jnp.full((b, k), -jnp.inf, dtype),
     )
-    # The k beams begin alike, so only the first may be continued: a step would find everything k times.
-    first = nothing._replace(scores=nothing.scores.at[:, 0].set(0), log_probs=nothing.log_probs.at[:, 0].set(0))
-    found = until_done(
-        advance,
-        _Beam(
-            step=jnp.zeros((), jnp.int32),
-            last=start,
-            progress=Progress(first, nothing, jnp.zeros((b,), jnp.int32), jnp.zeros((b,), bool)),
-            done=limits <= 0,
-            state=state,
-        ),
-        (*spans, max_length),
-        grow_fn,
-    )
 
-    # The finished ones, then the live ones if places are left; places that stay empty hold padding.
-    live, finished, _, _ = found.progress
-    num_kept = jnp.sum(finished.scores > -jnp.inf, axis=1)[:, None]
-    place = jnp.arange(n_best)[None]
-    result = take(concatenate(finished, live), jnp.where(place < num_kept, place, k + place - num_kept))
-    return jax.tree.map(lambda empty, full: where(result.scores == -jnp.inf, empty, full), take(nothing, place), result)
+
+def _concatenate(first: SearchResult, second: SearchResult) -> SearchResult:
+    """Return the hypotheses of both lists, sentence by sentence."""
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), first, second)
+
+
+def _where(condition: Bool[Array, "..."], x: Array, y: Array) -> Array:
+    """Return `jnp.where` with a condition on the leading axes."""
+    return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)

@@ -1,4 +1,4 @@
-"""Search over one model or an ensemble, with compiled encoder and decoder steps."""
+"""Search over one model or an ensemble, with a compiled encoder and compiled decoder steps."""
 
 import dataclasses
 import math
@@ -16,15 +16,16 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.beam_search import beam_search
-from transformer_jax.decoding.search import SearchResult, StepFn, Watch, greedy_search, sample
+from transformer_jax.decoding.sampling import sample
+from transformer_jax.decoding.search import SearchResult, SearchSpec, StepFn, greedy_search
 from transformer_jax.model.incremental import (
     Cache,
     DecoderWeights,
     decode_step,
     decoder_weights,
-    grow,
     init_cache,
-    reorder,
+    reorder_cache,
+    resize_cache,
 )
 from transformer_jax.model.masks import padding_mask
 from transformer_jax.model.transformer import Transformer
@@ -32,85 +33,115 @@ from transformer_jax.types import Params, UserError
 
 Quantization = Literal["none", "bfloat16", "int8"]
 
-SPANS = (32, 128, 512)
-"""Lengths at which the cache of keys and values grows; each has a loop of its own, and is compiled for itself."""
+CACHE_SIZES = (32, 128, 512)
+"""KV-cache capacities in positions. Decoding moves to the next one when full; each compiles its own loop."""
 
 
-def _computing(config: ModelConfig, quantization: Quantization) -> ModelConfig:
-    """The model with the dtype that it computes with."""
+def search_spec(
+    config: ModelConfig,
+    decoding: DecodingConfig,
+    *,
+    max_lengths: Any,
+    max_length: int,
+    n_best: int = 1,
+    forbidden_ids: Sequence[int] = (),
+    prefix: Any = None,
+) -> SearchSpec:
+    """Return the search specification of a model and its decoding settings.
+
+    Args:
+        config: The model, for its special ids.
+        decoding: The decoding settings.
+        max_lengths: Maximum number of tokens of each output `b`, including EOS; 0 for a row that is only padding.
+        max_length: Upper bound of `max_lengths`: the width of the result.
+        n_best: Number of hypotheses that a beam search returns for each row.
+        forbidden_ids: Ids that are never generated, in addition to padding.
+        prefix: Tokens `b p` that each output begins with; negative after the last token of a prefix.
+    """
+    return SearchSpec(
+        max_lengths=max_lengths,
+        max_length=max_length,
+        start_id=config.start_id,
+        eos_id=config.eos_id,
+        pad_id=config.pad_id,
+        beam_size=decoding.beam_size,
+        n_best=n_best,
+        alpha=decoding.alpha,
+        length_penalty=decoding.length_penalty,
+        stopping=decoding.stopping,
+        min_length=decoding.min_length,
+        forbidden_ids=((config.pad_id,) if decoding.renormalize_logits else ()) + tuple(forbidden_ids),
+        renormalize_logits=decoding.renormalize_logits,
+        prefix=prefix,
+        cache_sizes=tuple(size for size in CACHE_SIZES if size < max_length),
+    )
+
+
+def _compute_config(config: ModelConfig, quantization: Quantization) -> ModelConfig:
+    """Return the model's configuration with the dtype that decoding computes in."""
     return dataclasses.replace(config, dtype="bfloat16") if quantization == "bfloat16" else config
 
 
 class Prepared(NamedTuple):
-    """The parameters as a search computes with them."""
+    """A model's parameters in the layout that a search computes with."""
 
     params: Params
-    """For the encoder."""
+    """Parameters of the encoder."""
     decoder: DecoderWeights
 
 
 @partial(jax.jit, static_argnames=("config", "quantization"))
 def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Prepared:
-    """Lays the parameters out for `search`, once for all calls.
+    """Convert a model's parameters to the layout of `search`, once for all its calls.
 
     Args:
-        params: the model's parameters.
-        config: of the model.
-        weights: how the decoder's matrices are kept: `DecodingConfig.weights`.
+        params: The model's parameters.
+        config: The model.
+        quantization: Precision of the weights: `DecodingConfig.quantization`.
     """
-    config = _computing(config, quantization)
+    config = _compute_config(config, quantization)
     if quantization == "bfloat16":
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     encoder = {name: leaf for name, leaf in params.items() if name != "decoder"}
     return Prepared(encoder, decoder_weights(params, config, int8=quantization == "int8"))
 
 
-@partial(jax.jit, static_argnames=("model", "decoding", "max_length", "n_best", "forbidden_ids", "sampling", "watch"))
+@partial(jax.jit, static_argnames=("model", "quantization", "sampling"))
 def search(
     params: Params | Prepared | tuple[Prepared, ...],
     src: Int[Array, "b s"],
-    limits: Int[Array, " b"],
+    spec: SearchSpec,
     *,
     model: Transformer | tuple[Transformer, ...],
-    decoding: DecodingConfig,
-    max_length: int,
-    n_best: int = 1,
-    forbidden_ids: tuple[int, ...] = (),
-    prefix: Int[Array, "b p"] | None = None,
+    quantization: Quantization = "none",
     sampling: Sampling | None = None,
     keys: Key[Array, "b n"] | None = None,
-    watch: Watch | None = None,
 ) -> SearchResult:
-    """Encodes once, then greedy search (beam_size 1), beam search or sampling with a key-value cache.
+    """Encode the sources once, then run greedy search (beam size 1), beam search or sampling with a key-value cache.
 
     Args:
-        params: the model's parameters, or what `prepare` made of them: then this is not done again in each call.
-            Several, each prepared: an ensemble, whose probability of a token is the mean of its members'.
-        src: source token ids.
-        limits: most tokens of each output, EOS counted; 0 for a row that is only padding.
-        model: the model, or those of the ensemble, with the same special ids and as many logits.
-        decoding: beam, penalty and stopping rule.
-        max_length: the largest limit possible: the width of the result.
-        n_best: hypotheses wanted for each row; where they are drawn, `keys` says how many.
-        forbidden_ids: ids that are never generated, besides padding.
-        prefix: the tokens that each output begins with; below 0 after the last of them.
-        sampling: draw tokens from this, rather than search for the most probable.
-        keys: a random key for each draw.
-        watch: is told what each step of a search did, not of draws; each function is compiled for itself.
+        params: The model's parameters, or the result of `prepare`, which saves the conversion in each call. A tuple of
+            prepared parameters is an ensemble: the probability of a token is the mean of its members' probabilities.
+        src: Source token ids.
+        spec: What to generate; see `search_spec`.
+        model: The model, or the models of the ensemble, which have equal special ids and vocabulary sizes.
+        quantization: Precision of the weights, as in `prepare`.
+        sampling: Distribution to sample from, instead of searching for the most probable hypothesis.
+        keys: One random key per sample; required with `sampling`.
 
     Raises:
-        UserError: `max_length` is more than the learned position table has.
+        UserError: `spec.max_length` exceeds the learned position table.
     """
     if isinstance(model, Transformer):
         model = (model,)
-        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, decoding.quantization),)
-    config, spans = model[0].config, tuple(span for span in SPANS if span < max_length)
-    # Draws of a sentence share what the encoder says, and nothing else: they are no beam.
-    beam_size, times = (decoding.beam_size, 1) if keys is None else (1, keys.shape[1])
-    cache_options = {"max_length": max_length, "room": min((*spans, max_length)), "beam_size": beam_size}
+        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, quantization),)
+    # The samples of a sentence share its memory but are independent rows; the hypotheses of a beam share a cache.
+    beam_size, num_samples = (spec.beam_size, 1) if keys is None else (1, keys.shape[1])
+    capacity = min((*spec.cache_sizes, spec.max_length))
+    cache_options = {"max_length": spec.max_length, "capacity": capacity, "beam_size": beam_size}
     members = [
-        _start(prepared, src, _computing(one.config, decoding.quantization), times, cache_options)
-        for prepared, one in zip(params, model, strict=True)
+        _start(prepared, src, _compute_config(member.config, quantization), num_samples, cache_options)
+        for prepared, member in zip(params, model, strict=True)
     ]
 
     def step_fn(tokens: Int[Array, " rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
@@ -118,64 +149,42 @@ def search(
         return mean_of_probabilities([logits for logits, _ in steps]), tuple(cache for _, cache in steps)
 
     caches = tuple(cache for _, cache in members)
-    if decoding.renormalize_logits:
-        forbidden_ids = (config.pad_id, *forbidden_ids)
-    options: dict[str, Any] = {
-        "max_lengths": limits,
-        "max_length": max_length,
-        "start_id": config.start_id,
-        "eos_id": config.eos_id,
-        "pad_id": config.pad_id,
-        "forbidden_ids": forbidden_ids,
-        "renormalize_logits": decoding.renormalize_logits,
-        "prefix": prefix,
-        "spans": spans,
-        "grow_fn": _of_each(grow),
-    }
     if sampling is not None:
-        assert keys is not None  # they go together
-        return sample(step_fn, caches, keys, sampling, **options)
-    if decoding.beam_size == 1:
-        return greedy_search(step_fn, caches, watch=watch, **options)
-    return beam_search(
-        step_fn,
-        caches,
-        _of_each(reorder),
-        beam_size=decoding.beam_size,
-        alpha=decoding.alpha,
-        length_penalty=decoding.length_penalty,
-        stopping=decoding.stopping,
-        n_best=n_best,
-        watch=watch,
-        **options,
-    )
+        assert keys is not None  # the caller's contract; for the type checker
+        return sample(step_fn, caches, spec, sampling, keys, resize_fn=_for_each(resize_cache))
+    if spec.beam_size == 1:
+        return greedy_search(step_fn, caches, spec, resize_fn=_for_each(resize_cache))
+    return beam_search(step_fn, caches, spec, reorder_fn=_for_each(reorder_cache), resize_fn=_for_each(resize_cache))
 
 
 def mean_of_probabilities(logits: Sequence[Float[Array, "rows v"]]) -> Float[Array, "rows v"]:
-    """Logits of an ensemble: of one member its own, of several the logarithm of their mean probabilities."""
+    """Return the logarithm of the members' mean probabilities as logits; those of one member stay unchanged."""
     if len(logits) == 1:
         return logits[0]
-    log_probs = jnp.stack([jax.nn.log_softmax(one) for one in logits])
+    log_probs = jnp.stack([jax.nn.log_softmax(member) for member in logits])
     return jax.nn.logsumexp(log_probs, axis=0) - math.log(len(logits))
 
 
 def _start(
-    prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, times: int, cache_options: dict[str, int]
+    prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, num_samples: int, cache_options: dict[str, int]
 ) -> tuple[StepFn, Cache]:
-    """One model's callback and its cache, after the source was encoded; each sentence so many times."""
+    """Encode the sources, and return one model's step function and its empty cache for `num_samples` rows a source."""
     src_mask = padding_mask(src, config.pad_id)
     memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
-    memory, src_mask = (jnp.repeat(leaf, times, axis=0) if times > 1 else leaf for leaf in (memory, src_mask))
+    if num_samples > 1:
+        memory, src_mask = (jnp.repeat(leaf, num_samples, axis=0) for leaf in (memory, src_mask))
     cache = init_cache(prepared.decoder, memory, src_mask, config=config, **cache_options)
     return partial(decode_step, prepared.decoder, config=config), cache
 
 
-def _of_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ...], Any], tuple[Cache, ...]]:
-    """The same change to the caches of all members."""
-    return lambda caches, how: tuple(change(cache, how) for cache in caches)
+def _for_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ...], Any], tuple[Cache, ...]]:
+    """Return a function that applies the same change to the cache of every member."""
+    return lambda caches, argument: tuple(change(cache, argument) for cache in caches)
 
 
-_SAME = ("vocab_size", "source_rows", "pad_id", "bos_id", "eos_id", "unk_id", "start_id", "source_bos", "source_eos")
+# What the members of an ensemble must have in common.
+_SPECIAL_IDS = ("pad_id", "bos_id", "eos_id", "unk_id", "start_id")
+_SHARED_FIELDS = ("vocab_size", "source_rows", *_SPECIAL_IDS, "source_bos", "source_eos")
 
 
 class Member(NamedTuple):
@@ -187,38 +196,39 @@ class Member(NamedTuple):
     """Which parameters of its run these are: last, best, average or a step."""
 
 
-def run_params(folder: RunDir, config: Config) -> Params:
-    """The parameters of a run's checkpoint, as `decoding.checkpoint` says.
+def run_params(run_dir: RunDir, config: Config) -> Params:
+    """Return the parameters of a run's checkpoint that `decoding.checkpoint` names.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: The run has no such checkpoint.
     """
-    checkpoint = resolve_checkpoint(folder, config.decoding.checkpoint, config.training.best_by)
+    checkpoint = resolve_checkpoint(run_dir, config.decoding.checkpoint, config.training.best_by)
     return load_params(checkpoint, config.model)
 
 
 def load_member(
-    run: str | Path, first: Path, config: Config, tokenizers: TokenizerPair, checkpoint: str | None
+    run: str | Path, first: RunDir, config: Config, tokenizers: TokenizerPair, checkpoint: str | None
 ) -> Member:
-    """Another run, for an ensemble with the first.
+    """Load another run for an ensemble with a first run.
 
     Args:
-        run: its folder.
-        first: the first run's.
-        config, tokenizers: of that.
-        checkpoint: which parameters; None: as the other run says.
+        run: The other run's folder.
+        first: The first run.
+        config: The first run's configuration.
+        tokenizers: The first run's tokenizers.
+        checkpoint: Which parameters to load; None: what the other run's configuration names.
 
     Raises:
-        UserError: no such run or checkpoint, or its tokens are others.
+        UserError: The run or checkpoint does not exist, or the runs have different vocabularies.
     """
-    folder, refusal = RunDir(Path(run)), f"{run} cannot be in an ensemble with {first}: "
-    own = folder.load_config()
-    for name in _SAME:
+    run_dir, refusal = RunDir(Path(run)), f"{run} cannot be in an ensemble with {first.path}: "
+    own = run_dir.load_config()
+    for name in _SHARED_FIELDS:
         if getattr(own.model, name) != getattr(config.model, name):
             there, here = getattr(own.model, name), getattr(config.model, name)
             raise UserError(f"{refusal}model.{name} is {there} there and {here} here")
-    if not TokenizerPair.load(folder.tokenizer).is_like(tokenizers):
+    if not TokenizerPair.load(run_dir.tokenizer).is_like(tokenizers):
         raise UserError(f"{refusal}their tokenizers are not the same")
     if checkpoint is not None:
         own = dataclasses.replace(own, decoding=dataclasses.replace(own.decoding, checkpoint=checkpoint))
-    return Member(own.model, run_params(folder, own), own.decoding.checkpoint)
+    return Member(own.model, run_params(run_dir, own), own.decoding.checkpoint)

@@ -1,42 +1,123 @@
-"""Sampling of the next token: temperature, top-k and top-p."""
+"""Sampling from the model: temperature, top-k and top-p."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from transformer_jax.config import Sampling
-from transformer_jax.decoding.top_k import forced_log_probs, possible_tokens
+from transformer_jax.decoding.search import (
+    ResizeFn,
+    SearchResult,
+    SearchSpec,
+    State,
+    StepFn,
+    best_hypotheses,
+    keep_state,
+    search_without_beam,
+)
+from transformer_jax.decoding.top_k import mask_logits, token_log_probs
 
 
-def draw_tokens(
+def sample(
+    step_fn: StepFn,
+    state: State,
+    spec: SearchSpec,
+    sampling: Sampling,
+    keys: Key[Array, "b n"],
+    *,
+    resize_fn: ResizeFn = keep_state,
+) -> SearchResult:
+    """Sample n hypotheses per sentence, token by token and independently of each other.
+
+    Args:
+        step_fn: Maps the last token of each row and a state to logits and the next state; see `greedy_search`. There
+            are b * n rows: row i is sample i % n of sentence i // n.
+        state: The initial state, for b * n rows.
+        spec: Limits, special tokens and length penalty; the fields of the beam are ignored.
+        sampling: Distribution to sample from.
+        keys: One random key per sample. A sample depends on its own key and on no other sample.
+        resize_fn: Resizes the state to the next of `spec.cache_sizes`.
+
+    Returns:
+        The samples, highest score first. Scores and log-probabilities are those of the model itself, at temperature 1
+        and without truncation.
+    """
+    b, n = keys.shape
+    row_keys = keys.reshape(b * n)
+    spec = dataclasses.replace(
+        spec,
+        max_lengths=jnp.repeat(spec.max_lengths, n, total_repeat_length=b * n),
+        prefix=None if spec.prefix is None else jnp.repeat(spec.prefix, n, axis=0, total_repeat_length=b * n),
+    )
+
+    def choose(logits: Array, step: Array) -> tuple[Array, Array]:
+        return sample_tokens(
+            logits,
+            jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step),
+            sampling,
+            forbidden=spec.forbidden(step, logits.shape[1]),
+            renormalize_logits=spec.renormalize_logits,
+            pad_id=spec.pad_id,
+            forced=spec.forced_tokens(step),
+        )
+
+    samples = search_without_beam(step_fn, state, spec, choose, resize_fn)
+    return best_hypotheses(jax.tree.map(lambda leaf: leaf.reshape(b, n, *leaf.shape[2:]), samples), n)
+
+
+def sample_keys(seed: int, lines: Sequence[int], num_rows: int, n: int) -> Key[Array, "{num_rows} {n}"]:
+    """Return one random key for each of n samples of each row, a function of the seed, the row's line and the sample.
+
+    Args:
+        seed: From 0 to 2^32 - 1.
+        lines: Index of the line of each row. Rows beyond the last line are padding.
+        num_rows: Number of rows.
+        n: Number of samples per row.
+    """
+    padded = np.zeros(num_rows, np.uint32)
+    padded[: len(lines)] = lines
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    return jax.vmap(fold_in, (0, None))(fold_in(jax.random.key(seed), padded), np.arange(n, dtype=np.uint32))
+
+
+def sample_tokens(
     logits: Float[Array, "rows v"],
     keys: Key[Array, " rows"],
     sampling: Sampling,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
     *,
+    forbidden: Bool[Array, " v"],
     renormalize_logits: bool = False,
+    pad_id: int,
     forced: Int[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
-    """A token for each row, drawn with its key, and log P of it by the model, at temperature 1 and nothing cut.
+    """Sample one token per row.
 
-    If nothing may be generated, log P is -inf. The other arguments are those of `best_tokens.best_tokens`.
+    Args:
+        logits: Logits of the next token.
+        keys: One random key per row.
+        sampling: Distribution to sample from.
+        forbidden, renormalize_logits, pad_id, forced: As in `top_k_tokens`.
+
+    Returns:
+        log P of each token at temperature 1 and without truncation, -inf if no token may be generated; and its id.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    possible, normalizer = possible_tokens(logits, pad_id, forbidden_ids, renormalize_logits=renormalize_logits)
-    ids, values = None, possible / sampling.temperature
+    masked, normalizer = mask_logits(logits, forbidden, renormalize_logits=renormalize_logits, pad_id=pad_id)
+    ids, values = None, masked / sampling.temperature
     if sampling.top_k or sampling.top_p < 1:
         values, ids = jax.lax.top_k(values, min(sampling.top_k or values.shape[1], values.shape[1]))
     if sampling.top_p < 1:
         probs = jax.nn.softmax(values)
         values = jnp.where(jnp.cumsum(probs, axis=1) - probs < sampling.top_p, values, -jnp.inf)
-    drawn = jax.vmap(jax.random.categorical)(keys, values)[:, None]
-    drawn = drawn if ids is None else jnp.take_along_axis(ids, drawn, axis=1)
-    own = jnp.take_along_axis(possible, drawn, axis=1)
-    log_probs = jnp.where(own == -jnp.inf, -jnp.inf, own - normalizer)[:, 0]
+    index = jax.vmap(jax.random.categorical)(keys, values)[:, None]
+    tokens = index if ids is None else jnp.take_along_axis(ids, index, axis=1)
+    token_logits = jnp.take_along_axis(masked, tokens, axis=1)
+    log_probs = jnp.where(token_logits == -jnp.inf, -jnp.inf, token_logits - normalizer)[:, 0]
     if forced is None:
-        return log_probs, drawn[:, 0]
+        return log_probs, tokens[:, 0]
     is_forced = forced >= 0
-    return jnp.where(is_forced, forced_log_probs(logits, forced), log_probs), jnp.where(is_forced, forced, drawn[:, 0])
+    return jnp.where(is_forced, token_log_probs(logits, forced), log_probs), jnp.where(is_forced, forced, tokens[:, 0])

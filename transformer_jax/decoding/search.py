@@ -1,305 +1,284 @@
-"""What all searches share, and the searches without a beam: greedy search and sampling."""
+"""Search over a callback: the specification, the loop that every search shares, and greedy search."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
-from jaxtyping import Array, Bool, Float, Int, Key
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.config import Sampling
-from transformer_jax.decoding.sampling import draw_tokens
-from transformer_jax.decoding.top_k import best_tokens
+from transformer_jax.decoding.top_k import top_k_tokens
+
+LengthPenalty = Literal["gnmt", "power", "none"]
+Stopping = Literal["paper", "huggingface", "ctranslate2"]
+
+State = Any  # a pytree of arrays, for example the key-value cache of a model
+StepFn = Callable[[Int[Array, " rows"], State], tuple[Float[Array, "rows v"], State]]
+"""Maps the last token of each row and the state to the logits of the next token and the next state."""
+ResizeFn = Callable[[State, int], State]
+"""Maps a state and a number of positions to the state with capacity for that number of positions."""
+
+
+def length_penalty(kind: LengthPenalty, length: ArrayLike, alpha: float) -> Float[Array, "..."]:
+    """Return the number that log P(y | x) is divided by to rank hypotheses of different lengths.
+
+        gnmt    ((5 + length) / 6)^alpha    Wu et al. 2016, equation 14, without its coverage term; paper section 6.1
+        power   length^alpha                fairseq, Hugging Face, CTranslate2
+        none    1
+
+    Args:
+        kind: Which formula.
+        length: Number of tokens of the hypothesis, including EOS and excluding the start token; any shape.
+        alpha: The exponent. With alpha 0 every penalty is 1.
+
+    Returns:
+        The penalty in the shape of `length` and JAX's default float type.
+
+    >>> [round(float(length_penalty("gnmt", n, 0.6)), 4) for n in (1, 7)]
+    [1.0, 1.5157]
+    """
+    length = jnp.asarray(length, float)
+    match kind:
+        case "gnmt":
+            return ((5 + length) / 6) ** alpha
+        case "power":
+            return length**alpha
+        case "none":
+            return jnp.ones_like(length)
+    raise ValueError(f"length_penalty={kind!r} is unknown. Use 'gnmt', 'power' or 'none'.")
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["max_lengths", "prefix"],
+    meta_fields=[
+        *("max_length", "start_id", "eos_id", "pad_id", "beam_size", "n_best", "alpha", "length_penalty", "stopping"),
+        *("min_length", "forbidden_ids", "renormalize_logits", "cache_sizes"),
+    ],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchSpec:
+    """What a search may generate, how it ranks hypotheses and when it stops.
+
+    A pytree: `max_lengths` and `prefix` are arrays, every other field is a compile-time constant.
+
+    Raises:
+        ValueError: A field has an illegal value.
+    """
+
+    max_lengths: Int[Array | np.ndarray, " b"]
+    """Maximum number of tokens of each sentence, including EOS. 0 generates nothing."""
+    max_length: int
+    """Upper bound of `max_lengths`: the width of the result."""
+    start_id: int
+    """Token that the decoder reads first."""
+    eos_id: int
+    """Token that ends a hypothesis."""
+    pad_id: int
+    """Token that follows a hypothesis. It is never generated."""
+    beam_size: int = 4
+    """k: number of live hypotheses of a beam search. Greedy search and sampling ignore it."""
+    n_best: int = 1
+    """Number of hypotheses that a beam search returns for each sentence, at most `beam_size`."""
+    alpha: float = 0.6
+    """Exponent of the length penalty."""
+    length_penalty: LengthPenalty = "gnmt"
+    """Length penalty by which log-probabilities are divided to give scores; see `length_penalty`."""
+    stopping: Stopping = "paper"
+    """Stopping rule of a beam search; see `beam_search`."""
+    min_length: int = 0
+    """Number of tokens before EOS may be generated. 0 allows EOS as the first token."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Tokens that are never generated, in addition to `pad_id`."""
+    renormalize_logits: bool = False
+    """Exclude forbidden tokens from the softmax, instead of masking them after it."""
+    prefix: Int[Array | np.ndarray, "b p"] | None = None
+    """Tokens that each sentence begins with, whatever their probability. Negative after the last token of a prefix."""
+    cache_sizes: tuple[int, ...] = ()
+    """Capacities below `max_length`, ascending, between which the state is resized. The cost of a step depends on the
+    current capacity. The initial state has the first of these capacities."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n_best <= self.beam_size:
+            raise ValueError(
+                f"n_best={self.n_best} is out of range for beam_size={self.beam_size}. "
+                "Set n_best to a value from 1 to beam_size."
+            )
+        if self.stopping not in get_args(Stopping):
+            raise ValueError(f"stopping={self.stopping!r} is unknown. Use one of {', '.join(get_args(Stopping))}.")
+
+    @property
+    def limits(self) -> Int[Array, " b"]:
+        """Maximum number of tokens of each sentence, at most `max_length`."""
+        return jnp.minimum(self.max_lengths, self.max_length).astype(jnp.int32)
+
+    def score(self, log_probs: Float[Array, "..."], lengths: Int[Array, "..."]) -> Float[Array, "..."]:
+        """Return log-probability / length penalty, in the dtype of the log-probabilities."""
+        return log_probs / length_penalty(self.length_penalty, lengths, self.alpha).astype(log_probs.dtype)
+
+    def forbidden(self, step: Int[Array, ""], v: int) -> Bool[Array, " v"]:
+        """Return which of v tokens may not be generated at this step; padding only if it is in `forbidden_ids`."""
+        forbidden = np.zeros(v, bool)
+        forbidden[list(self.forbidden_ids)] = True
+        if self.min_length == 0:
+            return jnp.asarray(forbidden)
+        return forbidden | ((np.arange(v) == self.eos_id) & (step < self.min_length))
+
+    def forced_tokens(self, step: Int[Array, ""], k: int = 1) -> Int[Array, " rows"] | None:
+        """Return the prefix token of each sentence at this step, once for each of k hypotheses; -1 if there is none."""
+        if self.prefix is None:
+            return None
+        tokens = jnp.take(self.prefix, step, axis=1, mode="fill", fill_value=-1)
+        return jnp.repeat(tokens, k, total_repeat_length=len(self.prefix) * k)
 
 
 class SearchResult(NamedTuple):
-    """Hypotheses of each sentence, best first."""
+    """n hypotheses of each sentence, best first."""
 
     tokens: Int[Array, "b n l"]
-    """The start token left out, EOS included where the hypothesis came to one, PAD after it."""
+    """Token ids without the start token; EOS if the hypothesis ends with it, then padding."""
     scores: Float[Array, "b n"]
-    """What the hypotheses are ranked by: log-probability / length penalty. -inf: there is no such hypothesis."""
+    """Log-probability / length penalty, by which hypotheses are ranked. -inf: there is no such hypothesis."""
     lengths: Int[Array, "b n"]
-    """Tokens that are not padding, EOS counted."""
+    """Number of tokens that are not padding, including EOS."""
     log_probs: Float[Array, "b n"]
     """log P(y | x), the sum over the tokens."""
 
 
-def divide(log_probs: Float[Array, "..."], penalty: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The quotient in the dtype of the log-probabilities."""
-    return log_probs / penalty.astype(log_probs.dtype)
-
-
-def take(hypotheses: SearchResult, places: Int[Array, "#b n"]) -> SearchResult:
-    """The hypotheses at these places of each sentence."""
+def take_hypotheses(hypotheses: SearchResult, index: Int[Array, "#b n"]) -> SearchResult:
+    """Return the hypotheses at these indices of each sentence."""
 
     def take_leaf(leaf: Array) -> Array:
-        index = jnp.broadcast_to(places, (leaf.shape[0], places.shape[-1]))
-        return jnp.take_along_axis(leaf, index.reshape(index.shape + (1,) * (leaf.ndim - 2)), axis=1)
+        broadcast = jnp.broadcast_to(index, (leaf.shape[0], index.shape[-1]))
+        return jnp.take_along_axis(leaf, broadcast.reshape(broadcast.shape + (1,) * (leaf.ndim - 2)), axis=1)
 
     return jax.tree.map(take_leaf, hypotheses)
 
 
-def concatenate(first: SearchResult, second: SearchResult) -> SearchResult:
-    """Both lists, one after the other."""
-    return jax.tree.map(lambda one, other: jnp.concatenate([one, other], axis=1), first, second)
+def best_hypotheses(hypotheses: SearchResult, n: int) -> SearchResult:
+    """Return the n hypotheses with the highest scores, best first; of equal scores the earlier one first."""
+    return take_hypotheses(hypotheses, jax.lax.top_k(hypotheses.scores, n)[1])
 
 
-def best_of(hypotheses: SearchResult, n: int) -> SearchResult:
-    """The n best, best first; of equal ones the earlier."""
-    return take(hypotheses, jax.lax.top_k(hypotheses.scores, n)[1])
+def decode_loop(advance: Callable[[Any], Any], carry: Any, sizes: Sequence[int], resize_fn: ResizeFn) -> Any:
+    """Run `advance` until every sentence is done, in one compiled loop for each cache size.
 
+    Args:
+        advance: One step: maps a carry with the fields `step`, `done` and `state` to the next carry.
+        carry: The initial carry, whose state has capacity for `sizes[0]` positions.
+        sizes: Ascending capacities; the last one is the maximum number of steps.
+        resize_fn: Resizes the state from one capacity to the next.
 
-def where(condition: Bool[Array, "..."], yes: Array, no: Array) -> Array:
-    """`jnp.where` with a condition on the leading axes."""
-    return jnp.where(condition.reshape(condition.shape + (1,) * (yes.ndim - condition.ndim)), yes, no)
+    Returns:
+        The last carry, with `state` set to None.
+    """
+    carry = jax.lax.while_loop(lambda carry: ~jnp.all(carry.done) & (carry.step < sizes[0]), advance, carry)
+    if len(sizes) == 1:
+        return carry._replace(state=None)
 
+    def resume(carry: Any) -> Any:
+        return decode_loop(advance, carry._replace(state=resize_fn(carry.state, sizes[1])), sizes[1:], resize_fn)
 
-State = Any  # a pytree of arrays: the key-value cache of a model, say
-StepFn = Callable[[Int[Array, " rows"], State], tuple[Float[Array, "rows v"], State]]
-GrowFn = Callable[[State, int], State]
-
-
-class Watched(NamedTuple):
-    """What a search did in one step: handed to `watch`, as NumPy arrays."""
-
-    length: Int[Array, ""]
-    """Tokens of each hypothesis after this step."""
-    candidates: SearchResult
-    """The continuations that were looked at, best first; a log-probability of -inf: there was none."""
-    parents: Int[Array, "b n"]
-    """For each, which of the live hypotheses of the step before it continues."""
-    finishes: Bool[Array, "b n"]
-    """Which of them count as ended."""
-    live: SearchResult
-    """The hypotheses that go on, best first; log-probability -inf: none."""
-    finished: SearchResult
-    """The best that ended so far, best first; score -inf: none."""
-    bound: Float[Array, " b"]
-    """What the best live hypothesis is taken to be able to score; NaN where the search compares no scores."""
-    at_limit: Bool[Array, " b"]
-    """Whether this is the last step that the sentence may take."""
-    done: Bool[Array, " b"]
-    """Whether the sentence is done after this step."""
-    skipped: Bool[Array, " b"]
-    """Whether it was done before, so that this step changed nothing."""
-
-
-Watch = Callable[[Watched], None]
-
-
-def until_done(advance: Callable[[Any], Any], search: Any, lengths: Sequence[int], grow_fn: GrowFn) -> Any:
-    """Steps until every sentence is done, in one loop for each of these lengths; the state is grown between them."""
-    search = jax.lax.while_loop(lambda search: ~jnp.all(search.done) & (search.step < lengths[0]), advance, search)
-    if len(lengths) == 1:
-        return search._replace(state=None)
-
-    def go_on(search: Any) -> Any:
-        return until_done(advance, search._replace(state=grow_fn(search.state, lengths[1])), lengths[1:], grow_fn)
-
-    return jax.lax.cond(jnp.all(search.done), lambda search: search._replace(state=None), go_on, search)
-
-
-def forced_tokens(prefix: Int[Array, "b p"] | None, step: Int[Array, ""], n: int = 1) -> Int[Array, " rows"] | None:
-    """The tokens of the prefixes at this step, for n hypotheses each; -1: none."""
-    if prefix is None:
-        return None
-    at = jnp.take(prefix, step, axis=1, mode="fill", fill_value=-1)
-    return jnp.repeat(at, n, total_repeat_length=len(prefix) * n)
-
-
-def show(watch: Watch, watched: Watched) -> None:
-    """Calls `watch` while the compiled search runs, step after step."""
-    io_callback(lambda shown: watch(jax.tree.map(np.asarray, shown)), None, watched, ordered=True)
+    return jax.lax.cond(jnp.all(carry.done), lambda carry: carry._replace(state=None), resume, carry)
 
 
 def score_dtype(step_fn: StepFn, tokens: Int[Array, " rows"], state: State) -> jnp.dtype:
-    """The dtype of the log-probabilities, found without computing anything."""
+    """Return the dtype of log-probabilities, at least float32, without computing anything."""
     logits, _ = jax.eval_shape(step_fn, tokens, state)
     return jnp.promote_types(logits.dtype, jnp.float32)
 
 
-def greedy_search(
-    step_fn: StepFn,
-    state: State,
-    *,
-    max_lengths: Int[Array, " b"],
-    max_length: int,
-    start_id: int,
-    eos_id: int,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
-    renormalize_logits: bool = False,
-    prefix: Int[Array, "b p"] | None = None,
-    spans: Sequence[int] = (),
-    grow_fn: GrowFn = lambda state, length: state,
-    watch: Watch | None = None,
-) -> SearchResult:
-    """The most probable token, again and again, until EOS or the limit. Of equal tokens the lowest id is taken.
+def keep_state(state: State, max_length: int) -> State:
+    """Return the state unchanged, for a callback whose state has no capacity."""
+    return state
+
+
+def greedy_search(step_fn: StepFn, state: State, spec: SearchSpec, *, resize_fn: ResizeFn = keep_state) -> SearchResult:
+    """Generate the most probable token at each step until EOS or the limit; of equal tokens the lowest id.
 
     Args:
-        step_fn: see `search_loop`. Rows are sentences.
-        state: what `step_fn` gets first; it must return a state of the same structure, shapes and dtypes.
-        max_lengths: most tokens for each sentence, EOS counted.
-        max_length: the same for all of them, a Python number: the width of the result.
-        start_id: the token read first.
-        eos_id: the token that ends a sentence.
-        pad_id: what follows it; never generated.
-        forbidden_ids: more tokens that are never generated.
-        renormalize_logits: these leave the softmax, rather than being struck out after it.
-        prefix: the tokens that a sentence begins with, whatever their probability; below 0 after the last of them.
-        spans: lengths below `max_length`, ascending, at which the state grows: what a step costs then follows them.
-        grow_fn: makes room in the state, which begins with room for the first span, up to the length of the next.
-        watch: is told what each step did.
+        step_fn: Maps the last token of each sentence and a state to logits `b v` and the next state, which has the
+            same structure, shapes and dtypes. It knows nothing of the search, and the search nothing of a model.
+        state: The initial state.
+        spec: Limits, special tokens and length penalty; the fields of the beam are ignored.
+        resize_fn: Resizes the state to the next of `spec.cache_sizes`.
 
     Returns:
-        One hypothesis a sentence (n = 1); its score is its log-probability.
+        One hypothesis per sentence (n = 1).
+
+    A bigram model in place of a Transformer, whose best continuation of 2 is 3, and of 3 is EOS:
+
+    >>> bigrams = jnp.log(jnp.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0.1, 0.2, 0.7], [0, 0.6, 0.3, 0.1]]))
+    >>> spec = SearchSpec(jnp.array([5]), max_length=5, start_id=2, eos_id=1, pad_id=0)
+    >>> greedy_search(lambda tokens, state: (bigrams[tokens], state), None, spec).tokens.tolist()
+    [[[3, 1, 0, 0, 0]]]
     """
 
     def choose(logits: Array, step: Array) -> tuple[Array, Array]:
-        must = forced_tokens(prefix, step)
-        log_probs, ids = best_tokens(
-            logits, 1, pad_id, forbidden_ids, renormalize_logits=renormalize_logits, forced=must
+        log_probs, ids = top_k_tokens(
+            logits,
+            1,
+            forbidden=spec.forbidden(step, logits.shape[1]),
+            renormalize_logits=spec.renormalize_logits,
+            pad_id=spec.pad_id,
+            forced=spec.forced_tokens(step),
         )
         return log_probs[:, 0], ids[:, 0]
 
-    return _token_by_token(
-        step_fn,
-        state,
-        choose,
-        max_lengths=max_lengths,
-        max_length=max_length,
-        start_id=start_id,
-        eos_id=eos_id,
-        pad_id=pad_id,
-        spans=spans,
-        grow_fn=grow_fn,
-        watch=watch,
-    )
+    return search_without_beam(step_fn, state, spec, choose, resize_fn)
 
 
-def sample(
+def search_without_beam(
     step_fn: StepFn,
     state: State,
-    keys: Key[Array, "b n"],
-    sampling: Sampling,
-    *,
-    max_lengths: Int[Array, " b"],
-    max_length: int,
-    start_id: int,
-    eos_id: int,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
-    renormalize_logits: bool = False,
-    prefix: Int[Array, "b p"] | None = None,
-    spans: Sequence[int] = (),
-    grow_fn: GrowFn = lambda state, length: state,
-) -> SearchResult:
-    """n hypotheses a sentence, each drawn token after token, and independently of the others.
-
-    Args:
-        step_fn: see `search_loop`. Rows are b * n: row i is draw i % n of sentence i // n.
-        state: what `step_fn` gets first, for b * n rows.
-        keys: a random key for each draw: what is drawn depends on it and on no other draw.
-        sampling: what is drawn from.
-        The others are those of `greedy_search`.
-
-    Returns:
-        The draws, the most probable first; the score of each is its log-probability, that of the model as it is.
-    """
-    b, n = keys.shape
-    rows = keys.reshape(b * n)
-
-    def choose(logits: Array, step: Array) -> tuple[Array, Array]:
-        must = forced_tokens(prefix, step, n)
-        return draw_tokens(
-            logits,
-            jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows, step),
-            sampling,
-            pad_id,
-            forbidden_ids,
-            renormalize_logits=renormalize_logits,
-            forced=must,
-        )
-
-    drawn = _token_by_token(
-        step_fn,
-        state,
-        choose,
-        max_lengths=jnp.repeat(max_lengths, n, total_repeat_length=b * n),
-        max_length=max_length,
-        start_id=start_id,
-        eos_id=eos_id,
-        pad_id=pad_id,
-        spans=spans,
-        grow_fn=grow_fn,
-    )
-    return best_of(jax.tree.map(lambda leaf: leaf.reshape(b, n, *leaf.shape[2:]), drawn), n)
-
-
-def _token_by_token(
-    step_fn: StepFn,
-    state: State,
+    spec: SearchSpec,
     choose: Callable[[Float[Array, "rows v"], Int[Array, ""]], tuple[Float[Array, " rows"], Int[Array, " rows"]]],
-    *,
-    max_lengths: Int[Array, " rows"],
-    max_length: int,
-    start_id: int,
-    eos_id: int,
-    pad_id: int,
-    spans: Sequence[int],
-    grow_fn: GrowFn,
-    watch: Watch | None = None,
+    resize_fn: ResizeFn,
 ) -> SearchResult:
-    """One hypothesis a row; `choose(logits, step)` gives each its next token, and log P of that."""
-    (rows,) = max_lengths.shape
-    limits = jnp.minimum(max_lengths, max_length).astype(jnp.int32)
-    start = jnp.full((rows,), start_id, jnp.int32)
+    """Generate one hypothesis per row; `choose(logits, step)` returns log P and the id of each row's next token."""
+    limits = spec.limits
+    (rows,) = limits.shape
+    start = jnp.full((rows,), spec.start_id, jnp.int32)
     dtype = score_dtype(step_fn, start, state)
 
-    def advance(search: _Single) -> _Single:
-        logits, state = step_fn(search.last, search.state)
-        log_prob, chosen = choose(logits, search.step)
-        stopped = search.done | (log_prob == -jnp.inf)  # the latter: every token is impossible
-        chosen = jnp.where(stopped, pad_id, chosen)
-        length = search.step + 1
-        after = _Single(
+    def advance(carry: _Rows) -> _Rows:
+        logits, state = step_fn(carry.last, carry.state)
+        log_prob, chosen = choose(logits, carry.step)
+        stopped = carry.done | (log_prob == -jnp.inf)  # -inf: no token may be generated
+        chosen = jnp.where(stopped, spec.pad_id, chosen)
+        length = carry.step + 1
+        return _Rows(
             step=length,
-            tokens=search.tokens.at[:, search.step].set(chosen),
+            tokens=carry.tokens.at[:, carry.step].set(chosen),
             last=chosen,
-            log_probs=jnp.where(search.done, search.log_probs, search.log_probs + log_prob),
-            lengths=jnp.where(stopped, search.lengths, length),
-            done=stopped | (chosen == eos_id) | (length >= limits),
+            log_probs=jnp.where(carry.done, carry.log_probs, carry.log_probs + log_prob),
+            lengths=jnp.where(stopped, carry.lengths, length),
+            done=stopped | (chosen == spec.eos_id) | (length >= limits),
             state=state,
         )
-        if watch is not None:
-            show(watch, _watched_single(search, after, eos_id, limits))
-        return after
 
-    found = until_done(
-        advance,
-        _Single(
-            step=jnp.zeros((), jnp.int32),
-            tokens=jnp.full((rows, max_length), pad_id, jnp.int32),
-            last=start,
-            log_probs=jnp.zeros((rows,), dtype),
-            lengths=jnp.zeros((rows,), jnp.int32),
-            done=limits <= 0,
-            state=state,
-        ),
-        (*spans, max_length),
-        grow_fn,
+    initial = _Rows(
+        step=jnp.zeros((), jnp.int32),
+        tokens=jnp.full((rows, spec.max_length), spec.pad_id, jnp.int32),
+        last=start,
+        log_probs=jnp.zeros((rows,), dtype),
+        lengths=jnp.zeros((rows,), jnp.int32),
+        done=limits <= 0,
+        state=state,
     )
-    log_probs = found.log_probs[:, None]
-    return SearchResult(
-        tokens=found.tokens[:, None], scores=log_probs, lengths=found.lengths[:, None], log_probs=log_probs
-    )
+    final = decode_loop(advance, initial, (*spec.cache_sizes, spec.max_length), resize_fn)
+    # An empty hypothesis has log-probability 0, or -inf if no token may be generated: any penalty above 0 keeps these.
+    scores = spec.score(final.log_probs, jnp.maximum(final.lengths, 1))
+    columns = final.tokens, scores, final.lengths, final.log_probs
+    return SearchResult(*(column[:, None] for column in columns))
 
 
-class _Single(NamedTuple):
-    """What the loop of a search with one hypothesis a row carries."""
+class _Rows(NamedTuple):
+    """The loop carry of a search with one hypothesis per row."""
 
     step: Int[Array, ""]
     tokens: Int[Array, "rows l"]
@@ -308,22 +287,3 @@ class _Single(NamedTuple):
     lengths: Int[Array, " rows"]
     done: Bool[Array, " rows"]
     state: State
-
-
-def _watched_single(before: _Single, after: _Single, eos_id: int, limits: Int[Array, " b"]) -> Watched:
-    """A step without a beam: one continuation, which ends or goes on."""
-    candidates = SearchResult(
-        tokens=after.tokens[:, None],
-        scores=after.log_probs[:, None],
-        lengths=after.lengths[:, None],
-        log_probs=after.log_probs[:, None],
-    )
-    ends = (after.last == eos_id)[:, None]
-
-    def only(chosen: Bool[Array, "b 1"]) -> SearchResult:
-        scores = jnp.where(chosen, candidates.scores, -jnp.inf)
-        return candidates._replace(scores=scores, log_probs=scores)
-
-    parents, bound = jnp.zeros_like(candidates.lengths), jnp.full_like(after.log_probs, jnp.nan)
-    lists = candidates, parents, ends, only(~ends), only(ends)
-    return Watched(after.step, *lists, bound, after.step >= limits, after.done, before.done)

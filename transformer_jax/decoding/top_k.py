@@ -1,105 +1,110 @@
-"""The few best next tokens of each row, without sorting a vocabulary or writing its log-probabilities down."""
+"""Top-k next tokens of each row, without sorting the vocabulary or materializing its log-probabilities."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-_BLOCK = 64  # of the vocabulary, in `_top_by_blocks`: 32 to 256 are about as good
+_BLOCK = 64  # vocabulary entries per block in `_top_k_by_blocks`; 32 to 256 are about equally fast
 
 
-def best_tokens(
+def top_k_tokens(
     logits: Float[Array, "rows v"],
-    n: int,
-    pad_id: int,
-    forbidden_ids: Sequence[int] = (),
+    k: int,
     *,
+    forbidden: Bool[Array, " v"],
     renormalize_logits: bool = False,
+    pad_id: int,
     forced: Int[Array, " rows"] | None = None,
-) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    """log P of the n most probable tokens of each row, best first, and their ids; of equal ones the lower id first.
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Return log P and ids of the k most probable next tokens of each row, best first.
 
-    In at least float32. PAD and the forbidden ids have -inf; what has -inf may come under any id.
+    Of equally probable tokens the lower id comes first. A token that may not be generated has log P = -inf. The id of
+    an entry with log P = -inf is arbitrary.
 
     Args:
-        logits: of the next token.
-        n: how many; at most v.
-        pad_id: never generated.
-        forbidden_ids: more tokens that are never generated.
-        renormalize_logits: the forbidden ids leave the softmax (PAD does not), rather than being struck out after it.
-        forced: the only token that a row may have, whatever is forbidden; below 0: any.
+        logits: Logits of the next token.
+        k: Number of tokens to return, at most v.
+        forbidden: True for tokens that may not be generated.
+        renormalize_logits: Exclude forbidden tokens from the softmax, instead of masking them after it.
+        pad_id: Padding, which is never generated and leaves the softmax only if `forbidden` includes it.
+        forced: The only token that each row may generate, even if it is forbidden; negative: no constraint.
+
+    Returns:
+        Log-probabilities in at least float32, and token ids.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    possible, normalizer = possible_tokens(logits, pad_id, forbidden_ids, renormalize_logits=renormalize_logits)
-    best, ids = top(possible, n)
-    log_probs = jnp.where(best == -jnp.inf, -jnp.inf, best - normalizer)  # where: -inf - -inf is NaN
+    masked, normalizer = mask_logits(logits, forbidden, renormalize_logits=renormalize_logits, pad_id=pad_id)
+    values, ids = top_k(masked, k)
+    log_probs = jnp.where(values == -jnp.inf, -jnp.inf, values - normalizer)  # -inf - -inf would be NaN
     if forced is None:
         return log_probs, ids
-    is_forced, is_first_rank = (forced >= 0)[:, None], (jnp.arange(n) == 0)[None]
-    own = jnp.where(is_first_rank, forced_log_probs(logits, forced)[:, None], -jnp.inf)
-    return jnp.where(is_forced, own, log_probs), jnp.where(is_forced, forced[:, None], ids)
+    is_forced, is_first = (forced >= 0)[:, None], (jnp.arange(k) == 0)[None]
+    forced_row = jnp.where(is_first, token_log_probs(logits, forced)[:, None], -jnp.inf)
+    return jnp.where(is_forced, forced_row, log_probs), jnp.where(is_forced, forced[:, None], ids)
 
 
-def forced_log_probs(logits: Float[Array, "rows v"], forced: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """log P of the forced token of each row, in a softmax of all tokens: it may be one that is forbidden elsewhere."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(forced, 0)[:, None], axis=1)[:, 0]
+def token_log_probs(logits: Float[Array, "rows v"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
+    """Return log P of one token per row under the softmax over the complete vocabulary; negative ids read token 0."""
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
 
 
-def possible_tokens(
-    logits: Float[Array, "rows v"], pad_id: int, forbidden_ids: Sequence[int], *, renormalize_logits: bool
+def mask_logits(
+    logits: Float[Array, "rows v"], forbidden: Bool[Array, " v"], *, renormalize_logits: bool, pad_id: int
 ) -> tuple[Float[Array, "rows v"], Float[Array, "rows 1"]]:
-    """The logits with -inf for what may not be generated, and what is taken from a logit to make it log P.
+    """Return the logits with -inf for forbidden tokens and padding, and the log-normalizer of the softmax.
 
-    The arguments are those of `best_tokens`.
+    A masked logit minus the normalizer is log P of the token. See `top_k_tokens` for the arguments.
     """
-    forbidden, impossible = np.zeros((2, 1, logits.shape[-1]), bool)
-    forbidden[:, list(forbidden_ids)] = True
-    impossible[:, [*forbidden_ids, pad_id]] = True
-    allowed = jnp.where(forbidden, -jnp.inf, logits) if renormalize_logits else logits
-    return jnp.where(impossible, -jnp.inf, logits), jax.nn.logsumexp(allowed, axis=-1, keepdims=True)
+    impossible = forbidden | (jnp.arange(logits.shape[-1]) == pad_id)
+    normalized = jnp.where(forbidden[None], -jnp.inf, logits) if renormalize_logits else logits
+    return jnp.where(impossible[None], -jnp.inf, logits), jax.nn.logsumexp(normalized, axis=-1, keepdims=True)
 
 
-def top(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    """`jax.lax.top_k`, which is a hundred times slower on CPUs where v is large; what is -inf may come at any place."""
+def top_k(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Return the k largest values of each row and their indices, as `jax.lax.top_k`, but fast on CPUs.
+
+    `jax.lax.top_k` takes about 100 times as long on a CPU for a large vocabulary. The indices of entries that are -inf
+    are arbitrary but distinct.
+    """
     if x.shape[1] <= _BLOCK:
-        return _top_sorted(x, n)
-    if n == 1:
-        return _top_one_by_one(x, 1)
-    return jax.lax.platform_dependent(x, cpu=partial(_top_by_blocks, n=n), default=partial(_top_sorted, n=n))
+        return _top_k_by_sort(x, k)
+    if k == 1:
+        return _top_k_by_max(x, 1)
+    return jax.lax.platform_dependent(x, cpu=partial(_top_k_by_blocks, k=k), default=partial(_top_k_by_sort, k=k))
 
 
-def _top_sorted(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    best, ids = jax.lax.top_k(x, n)
-    return best, ids
+def _top_k_by_sort(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    values, indices = jax.lax.top_k(x, k)
+    return values, indices
 
 
-def _top_by_blocks(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    """The n best are in the n blocks whose best are best: only these are searched."""
+def _top_k_by_blocks(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Search only the k blocks with the largest maxima: they contain the k largest values."""
     rows, v = x.shape
-    if v <= n * _BLOCK:
-        return _top_one_by_one(x, n)
+    if v <= k * _BLOCK:
+        return _top_k_by_max(x, k)
     x = jnp.pad(x, ((0, 0), (0, -v % _BLOCK)), constant_values=-jnp.inf)
     blocks = x.reshape(rows, -1, _BLOCK)
-    chosen = jnp.sort(_top_one_by_one(jnp.max(blocks, axis=2), n)[1], axis=1)  # in order, so that the lower id is first
-    best, places = _top_one_by_one(jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1), n)
-    return best, jnp.take_along_axis(chosen, places // _BLOCK, axis=1) * _BLOCK + places % _BLOCK
+    # Sorted by position, so that of equal values the lower index comes first.
+    chosen = jnp.sort(_top_k_by_max(jnp.max(blocks, axis=2), k)[1], axis=1)
+    values, index = _top_k_by_max(jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(rows, -1), k)
+    return values, jnp.take_along_axis(chosen, index // _BLOCK, axis=1) * _BLOCK + index % _BLOCK
 
 
-def _top_one_by_one(x: Float[Array, "rows v"], n: int) -> tuple[Float[Array, "rows n"], Int[Array, "rows n"]]:
-    """n times the largest, of equal ones the first: reductions, which run as fast as memory is read."""
+def _top_k_by_max(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """Take the maximum k times, the first of equal values each time: k reductions at memory bandwidth."""
     v = x.shape[1]
     ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
     def take_largest(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         x, is_left = carry
         largest = jnp.max(x, axis=1, keepdims=True)
-        # Those that were taken are -inf too: of several -inf the first that is left is taken, no place twice.
+        # Taken entries become -inf too, so `is_left` keeps an index from being returned twice among several -inf.
         first = jnp.min(jnp.where((x == largest) & is_left, ids, v - 1), axis=1, keepdims=True)
         is_taken = ids == first
         return (jnp.where(is_taken, -jnp.inf, x), is_left & ~is_taken), (largest[:, 0], first[:, 0])
 
-    _, (best, places) = jax.lax.scan(take_largest, (x, jnp.ones(x.shape, bool)), length=n)
-    return best.T, places.T
+    _, (values, indices) = jax.lax.scan(take_largest, (x, jnp.ones(x.shape, bool)), length=k)
+    return values.T, indices.T

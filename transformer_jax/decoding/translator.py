@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +14,15 @@ import numpy as np
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.decoding.batches import longest_first, pad, source_batches
-from transformer_jax.decoding.decode import Member, Prepared, load_member, prepare, run_params, search
-from transformer_jax.decoding.search import SearchResult, Watch
-from transformer_jax.model.positional import longest_sequence
+from transformer_jax.decoding.decode import Member, Prepared, load_member, prepare, run_params, search, search_spec
+from transformer_jax.decoding.sampling import sample_keys
+from transformer_jax.decoding.search import SearchResult, SearchSpec
+from transformer_jax.model.positional import max_sequence_length
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import gather
 from transformer_jax.types import Params, UserError
+
+_MAX_PAIR_TOKENS = 4096  # tokens of the longer side in a batch of pairs
 
 
 class Hypothesis(NamedTuple):
@@ -28,17 +30,17 @@ class Hypothesis(NamedTuple):
 
     text: str
     score: float
-    """What hypotheses are ranked by: log-probability / length penalty."""
+    """Log-probability / length penalty, by which hypotheses are ranked."""
     log_prob: float
-    """log P(target | source), in nats."""
+    """log P(target | source) in nats, the sum over the tokens."""
     num_tokens: int
-    """Tokens, EOS counted."""
+    """Number of tokens, including EOS."""
     token_ids: tuple[int, ...] = ()
-    """The tokens, with EOS where it came to one."""
+    """Token ids, including EOS unless the limit ended the translation."""
 
 
 class Translator:
-    """Translates with the parameters, the tokenizers and the decoding settings of a run.
+    """Translate with the parameters, the tokenizers and the decoding settings of a run.
 
     >>> translator = Translator.load("runs/numbers")                          # doctest: +SKIP
     >>> translator.translate(["twenty-one", ""])                              # doctest: +SKIP
@@ -48,10 +50,10 @@ class Translator:
     def __init__(
         self, config: Config, params: Params, tokenizers: TokenizerPair, others: Sequence[Member] = ()
     ) -> None:
-        """Takes what `load` reads.
+        """Create a translator from what `load` reads.
 
         Raises:
-            UserError: the tokenizers do not fit the models.
+            UserError: The tokenizers do not fit the models.
         """
         self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
         for member in self.members:
@@ -60,40 +62,48 @@ class Translator:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The models of the ensemble, of which the first is the run's own; or that alone."""
+        """The models of the ensemble, beginning with the run's own model."""
         return Member(self.config.model, self.params, self.config.decoding.checkpoint), *self._others
+
+    @property
+    def max_sequence_length(self) -> int:
+        """The longest sequence that every model accepts: a learned position table has a last row."""
+        return min(max_sequence_length(member.config) for member in self.members)
 
     @classmethod
     def load(cls, run: str | Path, *, ensemble: Sequence[str | Path] = (), **decoding: Any) -> "Translator":
-        """From a run folder. Keyword arguments replace fields of its `decoding` section: `beam_size=1`.
+        """Load a run folder.
 
-        With other runs as `ensemble`, the probability of each token is the mean of all runs'. Their sizes may differ,
-        their tokenizers may not. Each has its own checkpoint, or the one that is asked for; the other settings are
-        those of the first.
+        Args:
+            run: The run's folder.
+            ensemble: Folders of more runs. The probability of each token becomes the mean of all runs' probabilities.
+                Their sizes may differ, their tokenizers may not. Each run uses its own checkpoint unless `checkpoint`
+                is given; all other decoding settings are those of the first run.
+            **decoding: Fields of the run's `decoding` section to replace, for example `beam_size=1`.
 
         Raises:
-            UserError: no such run, checkpoint or field, or runs that cannot work together.
+            UserError: A run, checkpoint or field does not exist, or the runs have different vocabularies.
         """
-        folder = RunDir(Path(run))
-        config = folder.load_config()
+        run_dir = RunDir(Path(run))
+        config = run_dir.load_config()
         unknown = set(decoding) - {item.name for item in dataclasses.fields(DecodingConfig)}
         if unknown:
             raise UserError(f"DecodingConfig has no field {', '.join(sorted(unknown))}")
         config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
         if isinstance(ensemble, str):
             raise UserError(f"ensemble is the string {ensemble!r:.80}; a list of runs is needed")
-        tokenizers, checkpoint = TokenizerPair.load(folder.tokenizer), decoding.get("checkpoint")
-        others = [load_member(other, folder.path, config, tokenizers, checkpoint) for other in ensemble]
-        return cls(config, run_params(folder, config), tokenizers, others)
+        tokenizers, checkpoint = TokenizerPair.load(run_dir.tokenizer), decoding.get("checkpoint")
+        others = [load_member(other, run_dir, config, tokenizers, checkpoint) for other in ensemble]
+        return cls(config, run_params(run_dir, config), tokenizers, others)
 
     def with_decoding(self, **fields: Any) -> "Translator":
-        """The same models with other decoding settings; the checkpoint stays what was loaded."""
+        """Return a translator with the same parameters and other decoding settings."""
         decoding = dataclasses.replace(self.config.decoding, **fields)
         config = dataclasses.replace(self.config, decoding=decoding)
         return Translator(config, self.params, self.tokenizers, self._others)
 
     def translate(self, texts: Sequence[str], *, shared: bool = False) -> list[str]:
-        """The best translation of each text, in the order of the texts; an empty line stays empty."""
+        """Return the best translation of each text, in the order of the texts. An empty line stays empty."""
         return [hypotheses[0].text for hypotheses in self.translate_n_best(texts, 1, shared=shared)]
 
     def translate_n_best(
@@ -106,193 +116,189 @@ class Translator:
         seed: int = 0,
         first_line: int = 0,
         shared: bool = False,
-        watch: Watch | None = None,
         progress: Callable[[int], None] = lambda count: None,
     ) -> list[list[Hypothesis]]:
-        """The best translations of each text, best first: `n_best` of them where the search found so many.
-
-        With `stopping` paper, one that came to no EOS within its limit stands behind those that did.
+        """Return the best translations of each text, best first.
 
         Args:
-            texts: one sentence each; an empty one stays empty.
-            n_best: how many translations of each.
-            prefixes: what each translation begins with. It is cut into tokens by itself and others follow, so it had
-                better end where a word does. Scores count it.
-            sampling: draw `n_best` translations from this, rather than search for the most probable; the most probable
-                of them first, scored by their log-probability.
-            seed: from 0 to 2^32 - 1. What is drawn for a text depends on it and on the place of the text, and on
-                nothing else that is drawn.
-            first_line: the place of the first of the texts: where texts come one by one, the number of those before.
-            shared: all processes of a job call this with the same texts: each translates its share, all get the whole.
-            watch: is told what each step of a search did, as in `explain`.
-            progress: is told, each time that some are done, how many.
+            texts: One sentence each. An empty text has one empty translation.
+            n_best: Number of translations of each text. A search that finds fewer returns fewer.
+            prefixes: Beginning of each translation. It is tokenized separately, so it should end at a word boundary.
+                Scores include it.
+            sampling: Sample `n_best` translations from this distribution, instead of searching for the most probable.
+            seed: Seed of the samples, from 0 to 2^32 - 1. A sample depends on the seed, the index of its text and its
+                own number, and on nothing else.
+            first_line: Index of the first text in the complete input, for a caller that translates it in pieces.
+            shared: Distribute the texts over the processes of a job. Every process passes the same texts and gets all
+                translations.
+            progress: Called with the number of texts translated since its previous call.
 
         Raises:
-            UserError: n_best is more than the beam, the texts are one string, there are not as many prefixes, or one
-                has more tokens than the model has positions for; or no such seed.
+            UserError: `texts` or `prefixes` is a string, their lengths differ, a prefix is longer than the learned
+                position table, or `n_best` or `seed` is out of range.
         """
-        if isinstance(texts, str):
-            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
-        if prefixes is not None:
-            check_prefixes(prefixes, texts)
-        beam_size = self.config.decoding.beam_size
-        if n_best < 1 or (sampling is None and n_best > beam_size):
-            most = "" if sampling else f" and at most decoding.beam_size {beam_size}"
-            raise UserError(f"n_best is {n_best}; it must be at least 1{most}")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed is {seed}; it must be from 0 to {2**32 - 1}")
-        if watch is not None and sampling is not None:
-            raise UserError("watch is told of a search; with sampling there is none")
-        model, all_rows = self.config.model, self.encode(texts)
-        starts = self._encode_prefixes(prefixes, len(texts))
+        self._check_request(texts, n_best, prefixes, sampling, seed)
+        all_rows, prefix_rows = self.encode(texts), self._encode_prefixes(prefixes, len(texts))
         mine = set(_share(all_rows) if shared else range(len(all_rows)))
         rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
-        unnamed_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
-        forbidden_ids = (*self.config.decoding.forbidden_ids, *unnamed_ids)
-        room, prepared = self.room, self._prepare()
-        budget, workers = _budget(self.config.decoding, prepared)
-        if sampling is not None:  # each draw is a row
+        prepared, models = self._prepare(), tuple(Transformer(member.config) for member in self.members)
+        budget, num_workers = _budget(self.config.decoding, prepared)
+        if sampling is not None:  # each sample is a row of the batch
             budget //= n_best
-        models = tuple(Transformer(member.config) for member in self.members)
-        # The limit counts the source's words and EOS, whatever the model reads: EOS always, BOS never.
-        uncounted = (not model.source_eos) - model.source_bos
 
-        def find(batch: tuple[list[int], np.ndarray]) -> SearchResult:
+        def search_batch(batch: tuple[list[int], np.ndarray]) -> SearchResult:
             indices, src = batch
-            lengths = np.zeros(len(src), np.int32)
-            lengths[: len(indices)] = [len(rows[index]) + uncounted for index in indices]
-            limits = np.where(lengths > 0, np.minimum(lengths + self.config.decoding.max_length_offset, room), 0)
-            max_length = int(min(src.shape[1] + uncounted + self.config.decoding.max_length_offset, room))
-            prefix, widest = None, max(len(starts[index]) for index in indices)
-            if widest:  # in steps of 8, to share shapes; never cut, and followed by one token at least
-                prefix = pad([starts[index] for index in indices], (len(src), -(-widest // 8) * 8), -1)
-                limits = np.where(lengths > 0, np.maximum(limits, (prefix >= 0).sum(axis=1) + 1), 0)
-                max_length = min(max(max_length, prefix.shape[1] + 1), room)
+            source_lengths = [len(rows[index]) for index in indices]
+            lines = [first_line + index for index in indices]
+            keys = None if sampling is None else sample_keys(seed, lines, len(src), n_best)
+            spec = self._search_spec(src.shape, source_lengths, [prefix_rows[index] for index in indices], n_best)
             result: SearchResult = jax.device_get(
                 search(
                     prepared,
                     src,
-                    limits.astype(np.int32),
+                    spec,
                     model=models,
-                    decoding=self.config.decoding,
-                    max_length=max_length,
-                    n_best=n_best,
-                    forbidden_ids=forbidden_ids,
-                    prefix=prefix,
+                    quantization=self.config.decoding.quantization,
                     sampling=sampling,
-                    keys=None if sampling is None else _keys(seed, first_line, indices, len(src), n_best),
-                    watch=watch,
+                    keys=keys,
                 )
             )
             return result
 
-        batches = list(source_batches(rows, budget, model.pad_id, room))
-        with ThreadPoolExecutor(workers) as pool:
-            # One batch alone is searched here: a thread costs a single short sentence a tenth of its time.
-            answers = pool.map(find, batches) if len(batches) > 1 else map(find, batches)
+        batches = list(source_batches(rows, budget, self.config.model.pad_id, self.max_sequence_length))
+        with ThreadPoolExecutor(num_workers) as pool:
+            # A single batch is searched in this thread: a second thread costs a short sentence a tenth of its time.
+            answers = pool.map(search_batch, batches) if len(batches) > 1 else map(search_batch, batches)
             try:
-                for (indices, _), found in zip(batches, answers, strict=True):
+                for (indices, _), result in zip(batches, answers, strict=True):
                     for row, index in enumerate(indices):
-                        results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in found)))
+                        results[index] = self._hypotheses(SearchResult(*(leaf[row] for leaf in result)))
                     progress(len(indices))
             except BaseException:
-                pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the batches to come
+                pool.shutdown(cancel_futures=True)  # an interrupt does not wait for the remaining batches
                 raise
         if shared:
-            for found_there in gather([(index, results[index]) for index in mine]):
-                for index, hypotheses in found_there:
-                    results[index] = [Hypothesis(*one)._replace(token_ids=tuple(one[-1])) for one in hypotheses]
+            for gathered in gather([(index, results[index]) for index in mine]):
+                for index, hypotheses in gathered:
+                    results[index] = [
+                        Hypothesis(*fields)._replace(token_ids=tuple(fields[-1])) for fields in hypotheses
+                    ]
         return results
 
+    def _check_request(
+        self, texts: Sequence[str], n_best: int, prefixes: Sequence[str] | None, sampling: Sampling | None, seed: int
+    ) -> None:
+        """Raise UserError for arguments of `translate_n_best` that are not legal."""
+        if isinstance(texts, str):
+            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
+        if isinstance(prefixes, str):
+            raise UserError(f"prefixes is the string {prefixes!r:.80}; a list of strings is needed")
+        if prefixes is not None and len(prefixes) != len(texts):
+            raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
+        beam_size = self.config.decoding.beam_size
+        if n_best < 1 or (sampling is None and n_best > beam_size):
+            upper_bound = "" if sampling else f" and at most decoding.beam_size {beam_size}"
+            raise UserError(f"n_best is {n_best}; it must be at least 1{upper_bound}")
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed is {seed}; it must be from 0 to {2**32 - 1}")
+
+    def _search_spec(
+        self, shape: tuple[int, ...], source_lengths: Sequence[int], prefixes: Sequence[Sequence[int]], n_best: int
+    ) -> SearchSpec:
+        """Return the search specification of a batch of shape `b s`, whose last rows may be padding."""
+        model, decoding = self.config.model, self.config.decoding
+        # The limit counts the source's words and EOS, whatever the model reads: EOS always, BOS never.
+        offset = (not model.source_eos) - model.source_bos + decoding.max_length_offset
+        lengths = np.zeros(shape[0], np.int32)
+        lengths[: len(source_lengths)] = source_lengths
+        limits = np.where(lengths > 0, np.minimum(lengths + offset, self.max_sequence_length), 0)
+        max_length = int(min(shape[1] + offset, self.max_sequence_length))
+        prefix, longest = None, max(map(len, prefixes))
+        if longest:  # padded to a multiple of 8, so that few shapes are compiled; at least one token follows a prefix
+            prefix = pad(prefixes, (shape[0], -(-longest // 8) * 8), -1)
+            limits = np.where(lengths > 0, np.maximum(limits, (prefix >= 0).sum(axis=1) + 1), 0)
+            max_length = min(max(max_length, prefix.shape[1] + 1), self.max_sequence_length)
+        unknown_ids = range(self.tokenizers.target.vocab_size, model.vocab_size)
+        return search_spec(
+            model,
+            decoding,
+            max_lengths=limits.astype(np.int32),
+            max_length=max_length,
+            n_best=min(n_best, decoding.beam_size),  # any number of samples is legal
+            forbidden_ids=(*decoding.forbidden_ids, *unknown_ids),
+            prefix=prefix,
+        )
+
     def _prepare(self) -> tuple[Prepared, ...]:
-        """The members' parameters laid out, once as long as those of the first stay the same."""
+        """Return the members' parameters in the layout of `search`, converted again only if `self.params` changed."""
         if self._prepared is None or self._prepared[0] is not self.params:
             quantization = self.config.decoding.quantization
-            laid_out = tuple(prepare(member.params, member.config, quantization) for member in self.members)
-            self._prepared = self.params, laid_out
+            converted = tuple(prepare(member.params, member.config, quantization) for member in self.members)
+            self._prepared = self.params, converted
         return self._prepared[1]
 
     def encode(self, texts: Sequence[str], *, warn: bool = True) -> list[list[int]]:
-        """Token ids as the model reads them, cut after `max_source`; nothing at all for an empty line.
+        """Return the source token ids of each text, truncated to `max_source`; an empty list for an empty line.
 
         Args:
-            texts: the lines.
-            warn: of each line that is cut; not where that was said before.
+            texts: The lines.
+            warn: Warn of each line that is truncated. A caller that encodes lines a second time sets it to False.
         """
         model, decoding = self.config.model, self.config.decoding
-        longest, reason = min((decoding.max_source, "decoding.max_source"), (self.room, "model.max_length"))
+        longest, setting = min(
+            (decoding.max_source, "decoding.max_source"), (self.max_sequence_length, "model.max_length")
+        )
         start, end = [model.bos_id] * model.source_bos, [model.eos_id] * model.source_eos
         capacity = max(0, longest - len(start) - len(end))
         encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
-        for line, ids in enumerate(encoded):
+        for line, ids in enumerate(encoded, 1):
             if warn and len(ids) > capacity:
                 warnings.warn(
-                    f"line {line + 1} has {len(ids)} tokens; it is cut after {capacity} ({reason})",
-                    stacklevel=4,
+                    f"line {line} has {len(ids)} tokens; it is cut after {capacity} ({setting})",
+                    stacklevel=3,  # the caller of `translate_n_best`
                 )
         return [start + ids[:capacity] + end if ids else [] for ids in encoded]
 
     def _encode_prefixes(self, prefixes: Sequence[str] | None, count: int) -> list[list[int]]:
-        """Token ids of each prefix, without EOS."""
+        """Return the token ids of each prefix, without EOS."""
         if prefixes is None:
             return [[]] * count
         texts = [_well_formed(prefix) if prefix.strip() else "" for prefix in prefixes]
         encoded = self.tokenizers.target.encode(texts)
         for line, ids in enumerate(encoded, 1):
-            if len(ids) + 1 > self.room:
+            if len(ids) + 1 > self.max_sequence_length:
                 raise UserError(
                     f"the prefix of line {line} has {len(ids)} tokens; with the next one that is more than the "
-                    f"{self.room} positions of the model"
+                    f"{self.max_sequence_length} positions of the model"
                 )
         return encoded
 
-    @property
-    def room(self) -> int:
-        """The longest sequence the models take: learned positions have an end."""
-        return min(longest_sequence(member.config) for member in self.members)
-
-    def _hypotheses(self, found: SearchResult) -> list[Hypothesis]:
-        """The hypotheses of one sentence, as text."""
-        places = [place for place in range(len(found.scores)) if np.isfinite(found.scores[place])] or [0]
-        ids = [found.tokens[place, : found.lengths[place]].tolist() for place in places]
+    def _hypotheses(self, result: SearchResult) -> list[Hypothesis]:
+        """Return the hypotheses of one sentence as text."""
+        ranks = [rank for rank in range(len(result.scores)) if np.isfinite(result.scores[rank])] or [0]
+        ids = [result.tokens[rank, : result.lengths[rank]].tolist() for rank in ranks]
         texts = self.tokenizers.target.decode(ids)
         return [
-            # A line break in a translation would be taken for two lines, by some readers a carriage return too.
+            # Line breaks are replaced because readers of the output count lines.
             Hypothesis(
                 text.replace("\n", " ").replace("\r", " "),
-                float(found.scores[place]),
-                float(found.log_probs[place]),
-                int(found.lengths[place]),
+                float(result.scores[rank]),
+                float(result.log_probs[rank]),
+                int(result.lengths[rank]),
                 tuple(row),
             )
-            for place, text, row in zip(places, texts, ids, strict=True)
+            for rank, text, row in zip(ranks, texts, ids, strict=True)
         ]
 
 
-def _keys(seed: int, first_line: int, indices: Sequence[int], count: int, n: int) -> jax.Array:
-    """A random key for each of n draws of each of so many rows; row i is text `indices[i]`."""
-    lines = np.zeros(count, np.uint32)
-    lines[: len(indices)] = np.asarray(indices) + first_line
-    each = jax.vmap(jax.random.fold_in, (None, 0))
-    return jax.vmap(each, (0, None))(each(jax.random.key(seed), lines), np.arange(n, dtype=np.uint32))
-
-
-def check_prefixes(prefixes: Sequence[str], texts: Sequence[str]) -> None:
-    """Raises UserError unless there is one for each text."""
-    if isinstance(prefixes, str):
-        raise UserError(f"prefixes is the string {prefixes!r:.80}; a list of strings is needed")
-    if len(prefixes) != len(texts):
-        raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
-
-
 def _share(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The rows that this process translates: every n-th by length, so that all have about as much to do."""
-    return longest_first(rows)[jax.process_index() :: jax.process_count()]
+    """Return the rows that this process translates: every n-th by length, so that all processes have equal work."""
+    return _longest_first(rows)[jax.process_index() :: jax.process_count()]
 
 
 def _well_formed(text: str) -> str:
-    """The text, with U+FFFD for half a surrogate pair, which no UTF-8 can hold."""
+    """Return the text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -301,14 +307,90 @@ def _well_formed(text: str) -> str:
 
 
 def _budget(decoding: DecodingConfig, prepared: Sequence[Prepared]) -> tuple[int, int]:
-    """Source tokens of a batch, and how many batches are searched at the same time.
+    """Return the number of source tokens per batch and the number of batches to search at the same time.
 
-    On a CPU one loop of many small operations does not keep all cores busy, several do; and small batches stay in its
-    caches and wait less for their last sentence. But if the weights are too many for the caches, each batch reads them
-    again for the few products of a greedy step.
+    On a CPU one loop of many small operations does not keep all cores busy, but several loops do. Small batches stay in
+    the cores' caches and wait less for their last sentence. If the weights exceed the caches, each batch reads them
+    again for the few products of a greedy step, so a larger batch is faster.
     """
     if jax.default_backend() != "cpu":
         return decoding.batch_tokens, 1
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves([member.decoder for member in prepared]))
-    most = 1024 if decoding.beam_size == 1 and num_bytes > 100 * 10**6 else 512
-    return min(decoding.batch_tokens, most), os.cpu_count() or 1
+    max_tokens = 1024 if decoding.beam_size == 1 and num_bytes > 100 * 10**6 else 512
+    return min(decoding.batch_tokens, max_tokens), os.cpu_count() or 1
+
+
+def padded_length(length: int) -> int:
+    """Return the padded length of a source: a multiple of 8 up to 64, then one of four lengths per power of two.
+
+    >>> [padded_length(n) for n in (1, 8, 9, 64, 65, 200)]
+    [8, 8, 16, 64, 80, 224]
+    """
+    if length <= 64:
+        return -(-length // 8) * 8
+    step = 1 << (length - 1).bit_length() - 3
+    return -(-length // step) * step
+
+
+def _longest_first(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the indices of the rows, longest row first."""
+    return sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+
+
+def source_batches(
+    rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int, max_length: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield batches of sources of similar length, longest first, with one shape per padded length.
+
+    Args:
+        rows: Token ids of each source. Empty rows are left out.
+        batch_tokens: Maximum number of tokens per batch, including padding.
+        pad_id: Padding.
+        max_length: The longest sequence that the model accepts.
+
+    Yields:
+        The indices of the batch's rows, and their ids `b s`. The last rows of the array may be padding.
+    """
+    groups: dict[int, list[int]] = {}
+    for index in _longest_first(rows):
+        if rows[index]:
+            groups.setdefault(min(padded_length(len(rows[index])), max_length), []).append(index)
+    for length, indices in groups.items():
+        # A power of two, so that inputs of few lines have few shapes too.
+        size = min(1 << (len(indices) - 1).bit_length(), max(1, batch_tokens // length))
+        for start in range(0, len(indices), size):
+            chosen = indices[start : start + size]
+            yield chosen, pad([rows[index] for index in chosen], (size, length), pad_id)
+
+
+def pair_batches(
+    source_lengths: Sequence[int], target_lengths: Sequence[int], max_length: int, max_rows: Callable[[int, int], int]
+) -> Iterator[tuple[list[int], tuple[int, int, int]]]:
+    """Yield batches of pairs of similar lengths, with one shape per combination of padded lengths.
+
+    Args:
+        source_lengths: Number of tokens of each source.
+        target_lengths: Number of tokens of each target.
+        max_length: The longest sequence that the model accepts.
+        max_rows: Maps the two padded lengths to the number of pairs that memory suffices for.
+
+    Yields:
+        The indices of the batch's pairs; and its number of rows, source length and target length.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index, lengths in enumerate(zip(source_lengths, target_lengths, strict=True)):
+        source, target = (min(padded_length(max(length, 1)), max_length) for length in lengths)
+        groups.setdefault((source, target), []).append(index)
+    for (source, target), indices in groups.items():
+        num_rows = min(_MAX_PAIR_TOKENS // max(source, target), max_rows(source, target))
+        size = max(1, min(num_rows, len(indices)))
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size], (size, source, target)
+
+
+def pad(rows: Sequence[Sequence[int]], shape: tuple[int, int], value: int) -> np.ndarray:
+    """Return the rows as an int32 array of this shape, filled up with `value`."""
+    padded = np.full(shape, value, np.int32)
+    for row, ids in zip(padded, rows, strict=False):
+        row[: len(ids)] = ids
+    return padded

@@ -13,10 +13,9 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.data.batching import Rows, Shape, make_batch
 from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
-from transformer_jax.decoding.batches import pair_batches
-from transformer_jax.decoding.stopping import length_penalty
-from transformer_jax.decoding.translator import Translator
-from transformer_jax.model.positional import longest_sequence
+from transformer_jax.decoding.search import length_penalty
+from transformer_jax.decoding.translator import Translator, pair_batches
+from transformer_jax.model.positional import max_sequence_length
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import Batch, Params, UserError
 
@@ -56,7 +55,7 @@ def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:
     log_probs = np.zeros(len(pairs))
     lengths = encoded.source_lengths.tolist(), target.tolist()
     for chosen, shape in pair_batches(
-        *lengths, translator.room, lambda source, target: _MOST_LOGITS // (target * config.vocab_size)
+        *lengths, translator.max_sequence_length, lambda source, target: _MOST_LOGITS // (target * config.vocab_size)
     ):
         batch = make_batch(encoded, Rows(Shape(*shape), np.array(chosen)), config)
         found = [
@@ -90,7 +89,7 @@ def check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> No
     Raises:
         UserError: one does not.
     """
-    room = longest_sequence(model)
+    room = max_sequence_length(model)
     longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
     if longest.max() > MAX_TOKENS:
         raise UserError(

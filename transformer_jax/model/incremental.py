@@ -184,7 +184,7 @@ def init_cache(
     config: ModelConfig,
     max_length: int,
     beam_size: int = 1,
-    room: int | None = None,
+    capacity: int | None = None,
 ) -> Cache:
     """An empty cache of k hypotheses; keys and values of `memory` are computed here.
 
@@ -195,7 +195,7 @@ def init_cache(
         config: of the model.
         max_length: positions that will be decoded.
         beam_size: k.
-        room: positions that there is room for before the cache is grown; None: all of them.
+        capacity: Number of positions to allocate before the cache is resized; None: `max_length`.
 
     Raises:
         UserError: more positions than the learned table has.
@@ -205,7 +205,8 @@ def init_cache(
             f"a translation of {max_length} tokens (plus position_offset {config.position_offset}) is longer than the "
             f"learned position table of model.max_length {config.max_length} rows"
         )
-    size, (batch, length, _), room = config.decoder, memory.shape, max_length if room is None else room
+    size, (batch, length, _) = config.decoder, memory.shape
+    capacity = max_length if capacity is None else capacity
 
     def cross(layer: LayerWeights) -> PastKeysValues:
         flat = layer.cross_key_value(memory.reshape(batch * length, -1))
@@ -213,24 +214,24 @@ def init_cache(
         return PastKeysValues(_by_head(key, size), _by_head(value, size))
 
     def empty(width: int) -> Array:
-        return jnp.zeros((batch * size.num_heads, room * beam_size, width), memory.dtype)
+        return jnp.zeros((batch * size.num_heads, capacity * beam_size, width), memory.dtype)
 
     return Cache(
         position=jnp.zeros((), jnp.int32),
         past=tuple(PastKeysValues(empty(size.d_k), empty(size.d_v)) for _ in weights.layers),
-        ancestry=jnp.full((batch, beam_size, room), -1, jnp.int32),
+        ancestry=jnp.full((batch, beam_size, capacity), -1, jnp.int32),
         cross=tuple(cross(layer) for layer in weights.layers),
         src_mask=src_mask,
     )
 
 
-def reorder(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
+def reorder_cache(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
     """Row i of the beams becomes what row `rows[i]` was, which is one of the same sentence."""
     ancestry = cache.ancestry
     return cache._replace(ancestry=ancestry.reshape(len(rows), -1)[rows].reshape(ancestry.shape))
 
 
-def grow(cache: Cache, max_length: int) -> Cache:
+def resize_cache(cache: Cache, max_length: int) -> Cache:
     """The same with room for more positions."""
     more = max_length - cache.ancestry.shape[2]
     k = cache.ancestry.shape[1]

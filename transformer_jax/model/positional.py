@@ -85,6 +85,6 @@ class LearnedPositions(nn.Module):
         return jnp.take(self.table, positions + self.offset, axis=0, mode="fill")
 
 
-def longest_sequence(config: ModelConfig) -> int:
-    """The most tokens of a sequence that the model takes: learned positions have an end."""
+def max_sequence_length(config: ModelConfig) -> int:
+    """Return the longest sequence that the model accepts: a learned position table has a last row."""
     return config.max_length - config.position_offset if config.positions == "learned" else 1 << 30

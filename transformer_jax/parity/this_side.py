@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.decoding.decode import search
+from transformer_jax.decoding.decode import search, search_spec
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
@@ -158,14 +158,19 @@ def lines(
     side: Side, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig
 ) -> list[tuple[list[int], float]]:
     """The best hypothesis of each row, tokens with EOS, and what hypotheses are ranked by."""
+    spec = search_spec(
+        side.config,
+        decoding,
+        max_lengths=np.asarray(limits, np.int32),
+        max_length=max(limits),
+        forbidden_ids=decoding.forbidden_ids,
+    )
     found = search(
         side.params,
         jnp.asarray(src, jnp.int32),
-        jnp.asarray(limits, jnp.int32),
+        spec,
         model=Transformer(side.config),
-        decoding=decoding,
-        max_length=max(limits),
-        forbidden_ids=decoding.forbidden_ids,
+        quantization=decoding.quantization,
     )
     tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
     return [(row[:length].tolist(), float(score)) for row, length, score in zip(tokens, lengths, scores, strict=True)]

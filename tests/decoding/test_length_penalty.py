@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.stopping import length_penalty
+from transformer_jax.decoding.search import length_penalty
 
 
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 1.0, 2.0])

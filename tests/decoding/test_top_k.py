@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.top_k import best_tokens, top
+from transformer_jax.decoding.top_k import top_k, top_k_tokens
+
+
+def best_tokens(logits, k, pad, forbidden_ids=(), **options):
+    """`top_k_tokens` with the forbidden ids as a list."""
+    forbidden = jnp.isin(jnp.arange(logits.shape[1]), jnp.array(forbidden_ids, jnp.int32))
+    return top_k_tokens(logits, k, forbidden=forbidden, pad_id=pad, **options)
 
 
 @pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])
@@ -13,7 +19,7 @@ def test_top_is_top_k_with_ties(v, n):
     """Few different values, so that the best are many times there, in one block of the vocabulary and in several."""
     for values in (3, 40, 10**6):
         x = jnp.asarray(np.random.default_rng(v).integers(0, values, (6, v)).astype(np.float32))
-        for found, expected in zip(jax.jit(top, static_argnums=1)(x, n), jax.lax.top_k(x, n), strict=True):
+        for found, expected in zip(jax.jit(top_k, static_argnums=1)(x, n), jax.lax.top_k(x, n), strict=True):
             np.testing.assert_array_equal(found, expected)
 
 
