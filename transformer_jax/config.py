@@ -343,10 +343,10 @@ class TokenizerConfig:
         UserError: A value is not legal.
     """
 
-    kind: Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt"] = "bpe"
+    kind: Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt", "huggingface"] = "bpe"
     """Kind of tokenizer. bpe: byte pairs; any text round-trips. word: words between spaces. pretokenized: text already
-    split by subword-nmt, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt: tokenizers of
-    imported models, which cannot be trained here."""
+    split by subword-nmt, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt, huggingface (a
+    tokenizer.json): tokenizers of imported models, which cannot be trained here."""
     joint: bool = True
     """Whether both sides share one vocabulary. Required by tie_embeddings all."""
     min_frequency: Count = 1

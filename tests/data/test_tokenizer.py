@@ -1,5 +1,6 @@
 """Byte pairs lose nothing; no text becomes a special token; training is deterministic; folders are whole."""
 
+import dataclasses
 import json
 import logging
 
@@ -10,6 +11,7 @@ from tiers import examples
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
 from transformer_jax.data.corpus import Pairs
+from transformer_jax.data.encoding import encode_pairs
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair, tokenizer_from_json, train_tokenizers
 from transformer_jax.types import SPECIAL_TOKENS, UNK_ID, UserError
@@ -158,6 +160,21 @@ def test_damaged_and_missing_folders(tmp_path):
         (tmp_path / "joint.json").write_text(content)
         with pytest.raises(UserError, match=rf"joint\.json: {message}"):
             TokenizerPair.load(tmp_path)
+
+
+@pytest.mark.parametrize("unk_id", [5, 99])
+def test_unknown_word_without_a_row_is_rejected(unk_id):
+    """The id of an unknown word is a row too, even where it is no entry of the vocabulary."""
+    tree = {"kind": "word", "vocabulary": [*SPECIAL_TOKENS, "a"], "special": [0, 1, 2, unk_id]}
+    tokenizer = tokenizer_from_json(json.dumps(tree), "FILE")
+    pair, model = TokenizerPair(tokenizer, tokenizer), ModelConfig(vocab_size=unk_id + 1, unk_id=unk_id)
+    pair.check_fits(model)
+    assert tokenizer.encode(["a b"]) == [[4, unk_id]]
+    small_target = dataclasses.replace(model, vocab_size=5, source_vocab_size=unk_id + 1, tie_embeddings="none")
+    with pytest.raises(UserError, match=f"target tokenizer has {unk_id + 1} entries and the model's table 5 rows"):
+        pair.check_fits(small_target)
+    with pytest.raises(UserError, match="target tokenizer has"):
+        encode_pairs(Pairs(["a"], ["b"], "here"), pair, small_target)
 
 
 def test_a_tokenizer_that_does_not_fit(byte_pairs):

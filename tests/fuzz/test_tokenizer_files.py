@@ -25,10 +25,12 @@ def make(kind):
     if kind == "subword_nmt":
         words = [*SPECIAL_TOKENS, "do@@", "g", "dog", "a", "the", "t@@", "\u05e9@@"]
         return SubwordTokenizer([("d", "o"), ("do", "g</w>"), ("t", "h"), ("th", "e</w>")], words, SPECIAL)
+    if kind == "huggingface":
+        return tokenizer_from_json(json.dumps(json.loads(make("bpe").to_json())["library"]), "tokenizer.json")
     return train_tokenizer(kind, CORPUS, 400, 1)
 
 
-KINDS = ["bpe", "word", "pretokenized", "subword_nmt"]
+KINDS = ["bpe", "word", "pretokenized", "subword_nmt", "huggingface"]
 TOKENIZERS = {kind: make(kind) for kind in KINDS}
 
 

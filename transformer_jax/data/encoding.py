@@ -117,6 +117,7 @@ def encode_pairs(
     Raises:
         UserError: nothing is left.
     """
+    tokenizers.check_fits(model)
     source, target = _Column(tokenizers.source), _Column(tokenizers.target)
     empty = long = odd = 0
     for texts in pairs.chunks():

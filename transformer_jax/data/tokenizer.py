@@ -1,7 +1,7 @@
-"""From text to token ids and back: byte pairs, words, or text that is cut into pieces already.
+"""Turn text into token ids and back: byte pairs, words, text that is already tokenized, and `tokenizer.json` files.
 
-Ids 0 to 3 are `types.SPECIAL_TOKENS`. No text gives the id of a special token, except that words outside the
-vocabulary give `unk_id`: a sentence that contains "</s>" cannot end early.
+A vocabulary that is trained here starts with `types.SPECIAL_TOKENS`, which have ids 0 to 3. No text gives the id of
+PAD, BOS or EOS, so a sentence that contains "</s>" cannot end early. Words outside the vocabulary give `unk_id`.
 """
 
 import json
@@ -15,22 +15,29 @@ from typing import Any, Literal
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID, UserError
+from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID, UserError, first_line
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt"]
+Kind = Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt", "huggingface"]
+SpecialIds = tuple[int, int, int, int | None]
+"""Ids of PAD, BOS, EOS and unknown words. None: text outside the vocabulary is an error."""
 
-_BYTES = 256
+_NUM_BYTES = 256
 
 
 class Tokenizer(ABC):
     """Text to ids and back. Encoding adds no special token; `batching.make_batch` does.
 
+    Two tokenizers are equal if they give the same ids to every text.
+
     Attributes:
-        kind: bpe, word or pretokenized.
-        vocab_size: number of ids, special ones included.
-        pad_id, bos_id, eos_id, unk_id: the special ids; unk_id None: what is not in the vocabulary is an error.
+        kind: how text is split, as in `TokenizerConfig.kind`.
+        vocab_size: number of ids, including those of special tokens.
+        pad_id: id of the padding.
+        bos_id: id of the beginning of a sentence.
+        eos_id: id of the end of a sentence.
+        unk_id: id of unknown words; None if text outside the vocabulary is an error.
     """
 
     kind: Kind
@@ -42,28 +49,42 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
 
     @abstractmethod
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each row of ids. PAD, BOS and EOS give nothing, as do ids that are not in the vocabulary."""
+        """Return the text of each row of ids. PAD, BOS, EOS and ids outside the vocabulary give no text."""
 
     def plain(self, text: str) -> str:
-        """The text as `decode` would write it: a corpus's references, to be compared with translations."""
+        """Return the text as `decode` would write it, to compare references with translations."""
         return text
 
     @abstractmethod
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each id as the vocabulary spells it, for display."""
+        """Return the token of each id as the vocabulary spells it."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each id for people to read: a space as \u2581; what cannot be seen, and bytes that are no whole
-        letter, as Python escapes them."""
+        """Return the token of each id for display.
+
+        A space is written as \u2581. Invisible characters, and bytes that are not a complete character, are escaped as
+        in Python.
+        """
         return [_visible_piece(piece) for piece in self.tokens(ids)]
 
     @abstractmethod
     def to_json(self) -> str:
-        """The whole tokenizer; the reverse is `tokenizer_from_json`."""
+        """Return the complete tokenizer as JSON, which `tokenizer_pair.tokenizer_from_json` reads."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokenizer) and (self is other or self.to_json() == other.to_json())
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.vocab_size))
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """Ids of PAD, BOS, EOS and unknown words."""
+        return self.pad_id, self.bos_id, self.eos_id, self.unk_id
 
     def _visible(self, row: Sequence[int]) -> list[int]:
         hidden = {self.pad_id, self.bos_id, self.eos_id}
@@ -71,10 +92,13 @@ class Tokenizer(ABC):
 
 
 class BytePairTokenizer(Tokenizer):
-    """Byte pair encoding over UTF-8 bytes: any text comes back as it was, and nothing is unknown.
+    """Byte pair encoding over UTF-8 bytes: any text round-trips, and nothing is unknown.
 
     Args:
-        library: the JSON of the library `tokenizers`, without added tokens: those would be found in text.
+        library: JSON tree of the library `tokenizers`. Its added tokens are dropped: they would be found in text.
+
+    Raises:
+        ValueError: the ids are not 0 to the number of entries - 1.
     """
 
     kind: Kind = "bpe"
@@ -89,37 +113,125 @@ class BytePairTokenizer(Tokenizer):
         return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Bytes that are not UTF-8 give U+FFFD; `unk_id` gives nothing."""
+        """Return the text of each row. Bytes that are not UTF-8 give U+FFFD; `unk_id` gives no text."""
         visible = [[i for i in self._visible(row) if i != self.unk_id] for row in rows]
         return self._library.decode_batch(visible, skip_special_tokens=False)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Each piece with its bytes as the letters of GPT-2's table: a space is \u0120."""
-        return [self._library.id_to_token(int(i)) or f"<{int(i)}>" for i in ids]
+        """Return each token with its bytes as the letters of GPT-2's table: a space is \u0120."""
+        return _library_tokens(self._library, ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        special = (self.pad_id, self.bos_id, self.eos_id, self.unk_id)
-        rows = zip(ids, self.tokens(ids), strict=True)
-        return [_visible_piece(piece if i in special else _from_bytes(piece)) for i, piece in rows]
+        return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, "library": json.loads(self._library.to_str())}, ensure_ascii=False)
 
 
+_SPECIAL_NAMES = {
+    "PAD": ("<pad>", "[PAD]", "<PAD>", "<|pad|>", "<blank>"),
+    "BOS": ("<s>", "[BOS]", "[SOS]", "<bos>", "<sos>", "<BOS>", "<SOS>", "[START]", "<start>", "[CLS]"),
+    "EOS": ("</s>", "[EOS]", "<eos>", "<EOS>", "[END]", "<end>", "<|endoftext|>", "[SEP]"),
+    "UNK": ("<unk>", "[UNK]", "<UNK>"),
+}
+"""Usual names of special tokens in `tokenizer.json` files; the first name that a file has counts."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json` file of the library `tokenizers`, with any of its models (BPE, Unigram, WordLevel, WordPiece).
+
+    The ids of a text are those of `Tokenizer.encode(text, add_special_tokens=False)`, with one exception: special
+    tokens that are written in the text are text. Padding and truncation that the file asks for are ignored.
+
+    Args:
+        library: the JSON tree of the file.
+        special: ids of PAD, BOS, EOS and unknown words. None: they are found by their usual names among the added
+            tokens, or else in the vocabulary. A file without BOS has PAD's id for it, and one without UNK has None.
+
+    Raises:
+        UserError: the library cannot read the tree, or there is no PAD or EOS under a usual name.
+    """
+
+    kind: Kind = "huggingface"
+
+    def __init__(self, library: dict[str, Any], special: SpecialIds | None = None) -> None:
+        try:
+            self._library = tokenizers.Tokenizer.from_str(json.dumps(library))
+        except Exception as error:  # the library has no exception type of its own
+            raise UserError(f"not a tokenizer.json that the library tokenizers reads: {first_line(error)}") from error
+        self._library.no_padding()
+        self._library.no_truncation()
+        self._library.encode_special_tokens = True
+        self.vocab_size = max(self._library.get_vocab().values(), default=-1) + 1
+        special = special or self._find_special_ids()
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = special
+        self._is_byte_level = "ByteLevel" in json.dumps(library.get("decoder"))
+
+    def _find_special_ids(self) -> SpecialIds:
+        added = {token.content: i for i, token in self._library.get_added_tokens_decoder().items()}
+        vocabulary = self._library.get_vocab()
+
+        def find(role: str) -> int | None:
+            names = _SPECIAL_NAMES[role]
+            return next((ids[name] for ids in (added, vocabulary) for name in names if name in ids), None)
+
+        pad_id, bos_id, eos_id, unk_id = map(find, ("PAD", "BOS", "EOS", "UNK"))
+        if pad_id is None or eos_id is None:
+            role = "PAD" if pad_id is None else "EOS"
+            raise UserError(
+                f"the tokenizer has no {role} token under a usual name ({', '.join(_SPECIAL_NAMES[role])}); its added "
+                f"tokens are {sorted(added, key=added.__getitem__)[:20]}. Rename the token in the file to one of these"
+            )
+        return pad_id, pad_id if bos_id is None else bos_id, eos_id, unk_id
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text. PAD, BOS and EOS written in the text are unknown words, or are left out.
+
+        Raises:
+            UserError: text is outside the vocabulary, and the file has no token for unknown words.
+        """
+        try:
+            rows = [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:  # the library has no exception type of its own
+            raise UserError(f"the tokenizer cannot encode the text: {first_line(error)}") from error
+        hidden = {self.pad_id, self.bos_id, self.eos_id}
+        return [row if hidden.isdisjoint(row) else self._without(hidden, row) for row in rows]
+
+    def _without(self, hidden: set[int], row: list[int]) -> list[int]:
+        ids = [self.unk_id if i in hidden else i for i in row]
+        return [i for i in ids if i is not None]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row as the file's decoder writes it. Special tokens give no text."""
+        return self._library.decode_batch([self._visible(row) for row in rows], skip_special_tokens=True)
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        return _library_tokens(self._library, ids)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        if self._is_byte_level:
+            return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
+        return super().pieces(ids)
+
+    def to_json(self) -> str:
+        tree = {"kind": self.kind, "special": self.special_ids, "library": json.loads(self._library.to_str())}
+        return json.dumps(tree, ensure_ascii=False)
+
+
 class WordTokenizer(Tokenizer):
-    """Words between white space, joined by one space again; or pieces between spaces, "@@ " joins them again.
+    """Words between white space, or tokens between spaces of which those that end with "@@" are joined to the next.
 
     Args:
         kind: word or pretokenized.
-        vocabulary: the word of each id, special tokens included.
-        special: the ids of PAD, BOS, EOS and of unknown words; None for the last: there is no such id.
+        vocabulary: the word of each id, including the special tokens.
+        special: ids of PAD, BOS, EOS and unknown words.
     """
 
     def __init__(
         self,
         kind: Literal["word", "pretokenized"],
         vocabulary: Sequence[str],
-        special: tuple[int, int, int, int | None] = (PAD_ID, BOS_ID, EOS_ID, UNK_ID),
+        special: SpecialIds = (PAD_ID, BOS_ID, EOS_ID, UNK_ID),
     ) -> None:
         self.kind = kind
         self.vocab_size = len(vocabulary)
@@ -128,23 +240,23 @@ class WordTokenizer(Tokenizer):
         self._ids = {word: i for i, word in enumerate(self._vocabulary) if i not in special}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Words outside the vocabulary give `unk_id`.
+        """Return the ids of each text. Words outside the vocabulary give `unk_id`.
 
         Raises:
-            UserError: there are some, and the vocabulary has no `unk_id`.
+            UserError: a word is outside the vocabulary and `unk_id` is None.
         """
         return [[self._id(word, line) for word in _words(self.kind, text)] for line, text in enumerate(texts, 1)]
 
     def _id(self, word: str, line: int) -> int:
-        found = self._ids.get(word, self.unk_id)
-        if found is None:
+        word_id = self._ids.get(word, self.unk_id)
+        if word_id is None:
             raise UserError(
                 f"text {line}: {word!r} is not in the vocabulary, and this vocabulary has no token for unknown words"
             )
-        return found
+        return word_id
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """`unk_id` gives "<unk>": it stands for a word."""
+        """Return the text of each row. `unk_id` gives "<unk>", because it stands for a word."""
         return [self._join(self.tokens(self._visible(row))) for row in rows]
 
     def plain(self, text: str) -> str:
@@ -152,7 +264,7 @@ class WordTokenizer(Tokenizer):
 
     def _join(self, words: Sequence[str]) -> str:
         line = " ".join(words)
-        # The joints of subword-nmt: "wal@@ king" is "walking"; one at the end of a line joins nothing.
+        # subword-nmt writes "walking" as "wal@@ king". A mark at the end of a line joins nothing.
         return line if self.kind == "word" else re.sub("@@( |$)", "", line)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
@@ -160,30 +272,33 @@ class WordTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         tree: dict[str, Any] = {"kind": self.kind, "vocabulary": self._vocabulary}
-        special = [self.pad_id, self.bos_id, self.eos_id, self.unk_id]
-        if special != [PAD_ID, BOS_ID, EOS_ID, UNK_ID]:
-            tree["special"] = special
+        if self.special_ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
+            tree["special"] = self.special_ids
         return json.dumps(tree, ensure_ascii=False)
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` ids, special ones included; the same for the same texts.
+    """Train a tokenizer of at most `vocab_size` ids. The result depends on the arguments only.
 
     Args:
         kind: bpe, word or pretokenized.
         texts: the training sentences, of both sides if the vocabulary is joint.
-        vocab_size: the limit. The rarest words beyond it become unknown, of equally rare ones the last in the alphabet.
-        min_frequency: rarer words become unknown; rarer byte pairs are not merged.
+        vocab_size: largest number of ids, including those of special tokens. The rarest words become unknown, and of
+            equally rare words the last in alphabetical order.
+        min_frequency: words that are rarer become unknown, and byte pairs that are rarer are not merged.
+
+    Returns:
+        The tokenizer, with the ids of `types.SPECIAL_TOKENS`.
 
     Raises:
-        UserError: bpe with a vocabulary too small for the 256 bytes; a kind that only comes with an imported model.
+        UserError: `vocab_size` is too small for the 256 bytes, or `kind` only comes with an imported model.
     """
     if kind == "bpe":
         return _train_byte_pairs(texts, vocab_size, min_frequency)
     if kind not in ("word", "pretokenized"):
         raise UserError(
-            f"tokenizer.kind is {kind!r}: such a vocabulary comes with an imported model (training.init_from); "
-            "bpe, word and pretokenized are trained here"
+            f"tokenizer.kind is {kind!r}, and such a tokenizer only comes with an imported model: set "
+            "training.init_from to that model, or tokenizer.kind to bpe, word or pretokenized"
         )
     counts = Counter(word for text in texts for word in _words(kind, text))
     known = sorted((w for w, n in counts.items() if n >= min_frequency), key=lambda word: (-counts[word], word))
@@ -199,11 +314,11 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequ
 
 
 def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
-    least = len(SPECIAL_TOKENS) + _BYTES
-    if vocab_size < least:
+    smallest = len(SPECIAL_TOKENS) + _NUM_BYTES
+    if vocab_size < smallest:
         raise UserError(
-            f"model.vocab_size is {vocab_size}; byte pairs need at least {least}: "
-            f"{len(SPECIAL_TOKENS)} special tokens and {_BYTES} bytes"
+            f"model.vocab_size is {vocab_size}; byte pairs need at least {smallest}: "
+            f"{len(SPECIAL_TOKENS)} special tokens and {_NUM_BYTES} bytes"
         )
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -215,18 +330,29 @@ def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int)
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    library.train_from_iterator(_cut_long(texts), trainer)
+    library.train_from_iterator(_split_long(texts), trainer)
     return BytePairTokenizer(json.loads(library.to_str()))
 
 
-def _cut_long(texts: Iterable[str]) -> Iterator[str]:
-    """Texts beyond 10,000 characters in pieces of 1,000: the trainer needs time with the square of a word's length, so
-    that one word of a megabyte would take it days."""
+def _split_long(texts: Iterable[str]) -> Iterator[str]:
+    """Split texts of more than 10,000 characters into parts of 1,000.
+
+    The trainer's time is quadratic in the length of a word: one word of a megabyte would take days.
+    """
     for text in texts:
         if len(text) <= 10_000:
             yield text
         else:
             yield from (text[start : start + 1_000] for start in range(0, len(text), 1_000))
+
+
+def _library_tokens(library: tokenizers.Tokenizer, ids: Sequence[int]) -> list[str]:
+    return [library.id_to_token(int(i)) or f"<{int(i)}>" for i in ids]
+
+
+def _byte_level_pieces(tokens: Sequence[str], ids: Sequence[int], special: SpecialIds) -> list[str]:
+    rows = zip(ids, tokens, strict=True)
+    return [_visible_piece(token if i in special else _from_bytes(token)) for i, token in rows]
 
 
 # The letter that stands for each byte in a vocabulary of byte pairs.
@@ -236,14 +362,14 @@ _BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) 
 
 
 def _from_bytes(piece: str) -> str:
-    """A byte-level piece as text; one that is spelled in other letters, such as "<300>", stays."""
+    """Return a byte-level piece as text. A piece with other letters, such as "<300>", is returned unchanged."""
     if not _BYTE_OF.keys() >= set(piece):
         return piece
     return bytes(_BYTE_OF[letter] for letter in piece).decode("utf-8", "backslashreplace")
 
 
 def _visible_piece(piece: str) -> str:
-    """The piece with nothing in it that cannot be seen."""
+    """Return the piece with invisible characters escaped."""
     shown = piece.replace(" ", "\u2581")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
 

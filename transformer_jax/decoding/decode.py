@@ -227,7 +227,7 @@ def load_member(
         if getattr(own.model, name) != getattr(config.model, name):
             there, here = getattr(own.model, name), getattr(config.model, name)
             raise UserError(f"{refusal}model.{name} is {there} there and {here} here")
-    if not TokenizerPair.load(run_dir.tokenizer).is_like(tokenizers):
+    if TokenizerPair.load(run_dir.tokenizer) != tokenizers:
         raise UserError(f"{refusal}their tokenizers are not the same")
     if checkpoint is not None:
         own = dataclasses.replace(own, decoding=dataclasses.replace(own.decoding, checkpoint=checkpoint))
