@@ -13,6 +13,7 @@ from transformer_jax import cli, doctor
 from transformer_jax.checkpoint.checkpoint import load_params, save_params
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
+from transformer_jax.model.transformer import abstract_params
 
 
 @pytest.fixture
@@ -95,17 +96,19 @@ def test_a_run_with_damaged_files(run, tiny, tmp_path):
     (copy / "tokenizer" / "joint.json").write_text("{")
     for step in ("2", "4"):
         shutil.rmtree(copy / "checkpoints" / step / "state")
+    assert "tokenizer/joint.json has 1 bytes" in run(copy)[1]["configuration"]
+    RunDir(copy).seal()
     _, lines = run(copy)
     assert {name for name, line in lines.items() if line.startswith("FIX")} == {"tokenizer", "checkpoint"}
     shutil.rmtree(copy / "checkpoints")
-    (copy / "config.json").write_text('{"model": {"d_modle": 1}}')
+    RunDir(copy).write("config.json", '{"model": {"d_modle": 1}}')
     _, lines = run(copy)
     assert "unknown field model.d_modle" in lines["configuration"]
     assert run(tmp_path / "nothing")[1]["configuration"].startswith("FIX")
 
 
 def test_parameters_that_are_not_finite(tiny, tmp_path):
-    params = load_params(tiny.run / "checkpoints" / "4", tiny.config.model)
+    params = load_params(tiny.run / "checkpoints" / "4", abstract_params(tiny.config.model))
     params["embedding"]["table"] = params["embedding"]["table"].at[0, 0].set(jnp.nan)
     save_params(tmp_path / "checkpoints" / "1", params)
     with pytest.raises(doctor._FixError, match="not all parameters are finite"):

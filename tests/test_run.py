@@ -15,6 +15,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
+from transformer_jax.model.transformer import abstract_params
 from transformer_jax.testing import tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
 
@@ -25,7 +26,7 @@ def rows_of(path: Path) -> list[dict]:
 
 def params_of(run: Path, step: int):
     folder = RunDir(run)
-    return load_params(folder.checkpoints / str(step), folder.load_config().model)
+    return load_params(folder.checkpoints / str(step), abstract_params(folder.load_config().model))
 
 
 def test_a_run_holds_all_that_later_commands_need(tiny):
@@ -136,7 +137,7 @@ def test_other_training_text_is_refused_on_resumption(tiny, tmp_path):
     data = dataclasses.replace(tiny.config.data, directory=str(tmp_path / "corpus"))
     training = dataclasses.replace(tiny.config.training, num_steps=6)
     config = dataclasses.replace(tiny.config, data=data, training=training)
-    (run / "config.json").write_text(config.to_json())
+    RunDir(run).write("config.json", config.to_json())
     with pytest.raises(UserError, match=r"train\.en and .* not the sentence pairs that .* up to step 4"):
         commands.train(config, run)
 
@@ -195,7 +196,7 @@ def test_evaluate_scores_a_split_or_given_pairs(tiny):
 def test_evaluate_without_such_a_split(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     config = dataclasses.replace(tiny.config, data=dataclasses.replace(tiny.config.data, test=""))
-    (run / "config.json").write_text(config.to_json())
+    RunDir(run).write("config.json", config.to_json())
     with pytest.raises(UserError, match=r"data\.test is empty"):
         score_commands.evaluate(run)
 

@@ -19,7 +19,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.model.transformer import count_parameters
+from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.presets import load_recipe
 from transformer_jax.runtime.environment import VARIABLE
 from transformer_jax.training.sharding import make_mesh
@@ -246,7 +246,7 @@ def _tokenizer(config: Config, run: RunDir) -> str:
 
 def _checkpoint(config: Config, run: RunDir) -> str:
     path = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
-    params = load_params(path, config.model)
+    params = load_params(path, abstract_params(config.model))
     if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
         raise _FixError(f"{path}: not all parameters are finite: take an earlier one, with --checkpoint STEP")
     return f"{path} is readable and whole, {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"

@@ -27,7 +27,7 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.report import result_of, say_result
 from transformer_jax.evaluation.validation import Validation, evaluate_pairs
-from transformer_jax.model.transformer import count_parameters
+from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.runtime.distributed import (
     broadcast_from_main,
     check_same,
@@ -37,7 +37,7 @@ from transformer_jax.runtime.distributed import (
     run_on_main,
     together,
 )
-from transformer_jax.runtime.files import read_json, to_json, write_atomically
+from transformer_jax.runtime.files import to_json
 from transformer_jax.training.loop import Evaluation, Outcome, fit
 from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
 from transformer_jax.types import Batch, Params, RowParts, UserError
@@ -81,25 +81,35 @@ def train(
         )
     run_on_main(run.make)
     with ExitStack() as stack:
-        run_on_main(lambda: stack.enter_context(locked(run)))
-        return _train(config, run, say, profile=profile, strict=strict)
+        can_write = together(lambda: stack.enter_context(locked(run)) if is_main_process() else None)
+        can_write = broadcast_from_main(can_write)
+        return _train(config, run, say, profile=profile, strict=strict, can_write=can_write)
 
 
-def _train(config: Config, run: RunDir, say: Say, *, profile: bool, strict: bool) -> Outcome | None:
-    """`train` in a run's folder that is there and locked."""
-    steps = broadcast_from_main(together(lambda: recover(run, strict=strict) if is_main_process() else []))
+def _train(config: Config, run: RunDir, say: Say, *, profile: bool, strict: bool, can_write: bool) -> Outcome | None:
+    """Train in a run's folder that exists and is locked, or cannot be written."""
+    find = partial(recover, strict=strict) if can_write else checkpoint_steps
+    steps = broadcast_from_main(together(lambda: find(run) if is_main_process() else []))
+    if not can_write and steps[-1:] != [config.training.num_steps]:
+        raise UserError(f"{run.path} cannot be written, and the run is not finished. Give another --workdir")
     # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
-    run_on_main(lambda: run.open_for_training(config, is_bound=bool(steps)))
-    check_shared(run.path)
+    run_on_main(lambda: run.open_for_training(config, is_bound=bool(steps), write=can_write))
+    if can_write:
+        check_shared(run.path)
     if not steps:
         run_on_main(lambda: shutil.rmtree(run.tokenizer, ignore_errors=True))
     elif steps[-1] > config.training.num_steps:
         raise UserError(f"training.num_steps is {config.training.num_steps}; {run.path} has done {steps[-1]} steps")
     elif steps[-1] == config.training.num_steps:
         say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
-        result = broadcast_from_main(_earlier_result(run))
+        result = broadcast_from_main(run.read_result())
         if result.get("asked") == _asked(config):
             say_result(result, say)
+        elif not can_write:
+            raise UserError(
+                f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written. Score "
+                "the run with `evaluate`"
+            )
         else:
             _test(config, run, together(lambda: read_split(config.data, "test")), say)
         return None
@@ -121,7 +131,7 @@ def _train(config: Config, run: RunDir, say: Say, *, profile: bool, strict: bool
             f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}; put those "
             "back, or start another run with --workdir (and --training.init-from this one)"
         )
-    run_on_main(lambda: write_atomically(run.data_sha256, sha256 + "\n"))
+    run_on_main(lambda: run.write(run.data_sha256.name, sha256 + "\n"))
     plan = plan_batches(config, encoded)
     say(
         f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
@@ -138,8 +148,7 @@ def _train(config: Config, run: RunDir, say: Say, *, profile: bool, strict: bool
         encoded_valid = main_process_first(lambda: load_or_encode(config, "valid", tokenizers, run.cache, valid))
         evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
     # What was left by a run that was shorter.
-    run_on_main(lambda: run.result.unlink(missing_ok=True))
-    run_on_main(lambda: shutil.rmtree(run.average, ignore_errors=True))
+    run_on_main(run.discard_results)
     multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
     outcome = fit(
         config,
@@ -224,6 +233,7 @@ def _starting_point(config: Config, run: RunDir, pairs: Pairs, is_fresh: bool) -
         if not run.tokenizer.is_dir():
             made = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
             made.save(run.tokenizer)
+            run.seal()
         tokenizers = TokenizerPair.load(run.tokenizer)
         tokenizers.check_fits(config.model)
         return tokenizers
@@ -233,7 +243,7 @@ def _starting_point(config: Config, run: RunDir, pairs: Pairs, is_fresh: bool) -
         return tokenizers, None
     old = source.load_config()
     checkpoint = resolve_checkpoint(source, old.decoding.checkpoint, old.training.best_by)
-    return tokenizers, load_params(checkpoint, config.model)
+    return tokenizers, load_params(checkpoint, abstract_params(config.model))
 
 
 def _check_same_function(old: Config, new: Config) -> None:
@@ -247,14 +257,6 @@ def _check_same_function(old: Config, new: Config) -> None:
     differing = [f"{name} {before[name]!r} there, {after[name]!r} here" for name in names]
     if differing:
         raise UserError(f"training.init_from {new.training.init_from} has another model: {'; '.join(differing)}")
-
-
-def _earlier_result(run: RunDir) -> dict[str, Any]:
-    """What `result.json` says; nothing if it is not there or damaged: it can be computed again."""
-    try:
-        return read_json(run.result)
-    except UserError:
-        return {}
 
 
 def _asked(config: Config) -> dict[str, Any]:
@@ -272,9 +274,9 @@ def _test(config: Config, run: RunDir, pairs: Pairs | None, say: Say) -> None:
     if config.training.average_last:
         # Of those checkpoints that were written, at most so many.
         last = min(config.training.average_last, broadcast_from_main(len(checkpoint_steps(run))))
-        average_checkpoints(run, config.model, choose_steps(run, last=last))
+        average_checkpoints(run, abstract_params(config.model), choose_steps(run, last=last))
     if pairs is None:
-        run_on_main(lambda: write_atomically(run.result, json.dumps({"asked": _asked(config)}, indent=2) + "\n"))
+        run_on_main(lambda: run.write(run.result.name, to_json({"asked": _asked(config)}, indent=2) + "\n"))
         say(f"{run.path} has no test: no such split is configured (data.test)")
         return
     checkpoint = config.decoding.checkpoint
@@ -283,5 +285,5 @@ def _test(config: Config, run: RunDir, pairs: Pairs | None, say: Say) -> None:
         say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
     result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
     result["asked"] = _asked(config)
-    run_on_main(lambda: write_atomically(run.result, to_json(result, indent=2) + "\n"))
+    run_on_main(lambda: run.write(run.result.name, to_json(result, indent=2) + "\n"))
     say_result(result, say)

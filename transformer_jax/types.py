@@ -20,6 +20,9 @@ import numpy as np
 # A pytree of arrays: {"encoder": {"layer_0": {"self_attention": {"query": {"kernel": ...}}}}, ...}.
 Params = Any
 
+EVAL_PARAMS = ("opt_state", "ema"), ("params",)
+"""Where a saved training state holds the parameters that a run is evaluated with: the first of these paths it has."""
+
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # SPECIAL_TOKENS[PAD_ID] is "<pad>", and so on
 

@@ -38,9 +38,9 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize("last", [3, 1])
 def test_an_average_is_the_mean_in_float64(run, last):
     steps = [10, 15, 20][-last:]
-    assert average_checkpoints(run, CONFIG, choose_steps(run, last=last)) == steps
+    assert average_checkpoints(run, abstract_params(CONFIG), choose_steps(run, last=last)) == steps
     trees = [random_params(step) for step in steps]
-    averaged = load_params(resolve_checkpoint(run, "average"), CONFIG)
+    averaged = load_params(resolve_checkpoint(run, "average"), abstract_params(CONFIG))
 
     def check(leaf, *leaves):
         expected = np.mean([part.astype(np.float64) for part in leaves], axis=0).astype(np.float32)
@@ -68,7 +68,7 @@ def test_checkpoints_are_loaded_one_by_one(run, monkeypatch):
 
     count = len(jax.tree.leaves(random_params(5)))
     monkeypatch.setattr(averaging, "load_params", load)
-    assert average_checkpoints(run, CONFIG, (5, 10, 15, 20)) == [5, 10, 15, 20]
+    assert average_checkpoints(run, abstract_params(CONFIG), (5, 10, 15, 20)) == [5, 10, 15, 20]
     assert len(loaded) == 4 * count
 
 
@@ -89,16 +89,20 @@ def test_a_time_before_the_last_checkpoint(run):
         [10, 15, 20],
         [5, 10, 15, 20],
     ]
-    with pytest.raises(UserError, match=r"of -1 minutes none"):
+    with pytest.raises(UserError, match=r"none can be averaged over -1 minutes"):
         choose_steps(run, minutes=-1)
     file.write_text("{}")
-    with pytest.raises(UserError, match="does not say when"):
+    with pytest.raises(UserError, match="does not state when"):
         choose_steps(run, minutes=5)
 
 
 def test_named_steps(run):
-    assert average_checkpoints(run, CONFIG, (20, 5, 20)) == [5, 20]
+    assert average_checkpoints(run, abstract_params(CONFIG), (20, 5, 20)) == [5, 20]
     expected = average_params([random_params(5), random_params(20)])
-    jax.tree.map(np.testing.assert_array_equal, load_params(resolve_checkpoint(run, "average"), CONFIG), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_params(resolve_checkpoint(run, "average"), abstract_params(CONFIG)),
+        expected,
+    )
     with pytest.raises(UserError, match="no checkpoint '6'"):
-        average_checkpoints(run, CONFIG, (5, 6))
+        average_checkpoints(run, abstract_params(CONFIG), (5, 6))

@@ -1,5 +1,6 @@
-"""A run written by an earlier version goes on to load: bit for bit, and with the translations it had."""
+"""Runs written by earlier versions load and resume bit for bit, and translate as they did."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -9,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+import transformer_jax
 from transformer_jax.checkpoint.checkpoint import Checkpoints, load_params
+from transformer_jax.checkpoint.manifest import verify
 from transformer_jax.checkpoint.recovery import recover
-from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import init_rng, init_state
 
@@ -21,18 +24,20 @@ GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 
 
-@pytest.fixture(params=["format 1", "format 0"])
+@pytest.fixture(params=[0, 1, 2], ids=lambda number: f"format {number}")
 def run(request, tmp_path):
+    """Copy the run of a format. Format 0 is format 1 without its manifests."""
     run = RunDir(tmp_path / "run")
-    shutil.copytree(GOLDEN / "run", run.path)
-    if request.param == "format 0":  # as they were before there were manifests
+    shutil.copytree(GOLDEN / ("run_format_2" if request.param == 2 else "run"), run.path)
+    if request.param == 0:
         run.format_file.unlink()
         (run.checkpoints / "2" / "manifest.json").unlink()
+    assert run.format() == request.param
     return run
 
 
 def sha256(tree) -> str:
-    """Of all leaves with their paths."""
+    """Return the SHA-256 of all leaves with their paths."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         array = np.asarray(leaf)
@@ -40,20 +45,43 @@ def sha256(tree) -> str:
     return digest.hexdigest()
 
 
-def test_the_state_is_what_it_was(run):
+def restore(run, step):
     config = run.load_config()
-    assert recover(run, strict=True) == [2]
-    assert sha256(load_params(run.checkpoints / "2", config.model)) == EXPECTED["params"]
     model, optimizer = Transformer(config.model), make_optimizer(config.training, config.model.d_model)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     state = jax.eval_shape(lambda rng: init_state(model, optimizer, rng), init_rng(0))
     target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), state)
     checkpoints = Checkpoints(run)
-    restored = checkpoints.restore(2, target)
+    restored = checkpoints.restore(step, target)
     checkpoints.close()
-    assert sha256(restored) == EXPECTED["state"]
-    assert int(restored.step) == 2
+    return restored
 
 
-def test_it_translates_as_it_did(run):
+def test_state_is_restored_bit_for_bit_and_format_is_upgraded(run):
+    config = run.load_config()
+    assert recover(run, strict=True) == [2]
+    params = load_params(run.checkpoints / "2", abstract_params(config.model))
+    assert sha256(params) == EXPECTED["params"]
+    state = restore(run, 2)
+    assert sha256(state) == EXPECTED["state"]
+    assert int(state.step) == 2
+    assert run.format() == FORMAT
+    verify(run.path, ["config.json", "format", "tokenizer/joint.json"])
+    assert run.load_config() == config
+
+
+def test_translations_are_unchanged(run):
     assert Translator.load(run.path).translate(EXPECTED["sources"]) == EXPECTED["translations"]
+
+
+def test_resumed_training_does_not_depend_on_the_format(run, tmp_path):
+    """The step after the checkpoint is the step of an uninterrupted run, whichever version wrote the checkpoint."""
+    config = run.load_config()
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=""))
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3))
+    outcome = transformer_jax.train(config, run.path, lambda line: None)
+    assert outcome.step == 3
+    other = RunDir(tmp_path / "other")
+    shutil.copytree(GOLDEN / "run_format_2", other.path)
+    transformer_jax.train(config, other.path, lambda line: None)
+    assert sha256(restore(run, 3)) == sha256(restore(other, 3))

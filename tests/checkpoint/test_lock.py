@@ -28,7 +28,7 @@ def test_a_run_in_use_is_left_alone_until_its_process_is_killed(tmp_path):
         assert holder.stdout.readline() == "locked\n"
         for _ in range(2):
             with (
-                pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}: wait for"),
+                pytest.raises(UserError, match=f"in use by process {holder.pid} on {socket.gethostname()}: wait until"),
                 locked(run),
             ):
                 pytest.fail("two processes have the lock")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from transformer_jax.checkpoint.checkpoint import Checkpoints, checkpoint_steps, resolve_checkpoint
-from transformer_jax.checkpoint.manifest import NAME, verify
+from transformer_jax.checkpoint.manifest import MANIFEST, verify
 from transformer_jax.checkpoint.recovery import recover
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, ModelConfig
@@ -66,17 +66,17 @@ def test_the_one_before_a_damaged_one_is_used_and_the_step_is_written_again(run,
     elif harm == "delete":
         path.unlink()
     else:
-        (run.checkpoints / "3" / NAME).unlink()
-    with pytest.raises(UserError, match=r"3 is damaged: .*; without --strict, step 2 would be tried"):
+        (run.checkpoints / "3" / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"3 is damaged: .*; without --strict, training resumes from an undamaged"):
         recover(run, strict=True)
-    with pytest.warns(UserWarning, match=rf"3 is damaged: .* moved to {run.damaged / '3'}; step 2 is tried"):
+    with pytest.warns(UserWarning, match=rf"3 is damaged: .* moved to {run.damaged / '3'}"):
         assert recover(run) == [1, 2]
     assert (run.damaged / "3").is_dir()
     assert resolve_checkpoint(run, "last") == run.checkpoints / "2"
     save(run, 3)
     assert recover(run, strict=True) == [1, 2, 3]
     assert restored(run, 3) == 3
-    (run.checkpoints / "3" / NAME).unlink()
+    (run.checkpoints / "3" / MANIFEST).unlink()
     with pytest.warns(UserWarning, match=rf"moved to {run.damaged / '3-1'}"):
         recover(run)
 
@@ -88,27 +88,28 @@ def test_two_damaged_ones_are_passed_and_if_none_is_whole_nothing_begins_anew(ru
         assert recover(run) == [1]
     assert len(warned) == 2
     largest_file(run, 1).write_bytes(b"")
-    with pytest.raises(UserError, match=r"1 is damaged: .*; there is no earlier one"):
+    with pytest.raises(UserError, match=r"1 is damaged: .*; there is no earlier checkpoint"):
         recover(run)
     assert (run.checkpoints / "1").is_dir()
 
 
 def test_a_run_from_before_the_manifests_keeps_its_checkpoints_and_gets_them(run):
     for step in (1, 2, 3):
-        (run.checkpoints / str(step) / NAME).unlink()
+        (run.checkpoints / str(step) / MANIFEST).unlink()
     assert checkpoint_steps(run) == [], "with the format of today these are no checkpoints"
     run.format_file.unlink()
+    (run.path / MANIFEST).unlink()
     assert checkpoint_steps(run) == [1, 2, 3]
     assert recover(run, strict=True) == [1, 2, 3]
-    assert run.format() == 1
+    assert run.format() == 2
     for step in (1, 2, 3):
         verify(run.checkpoints / str(step))
 
 
 def test_a_run_of_a_later_version_is_refused(run):
-    run.format_file.write_text("2\n")
-    with pytest.raises(UserError, match="layout 2 of a later version of transformer_jax; this one knows those up to 1"):
+    run.format_file.write_text("3\n")
+    with pytest.raises(UserError, match=r"layout 3 of a later version of transformer_jax; this version .* up to 2"):
         run.load_config()
     run.format_file.write_text("one")
-    with pytest.raises(UserError, match="holds 'one'; it must be a number up to 1"):
+    with pytest.raises(UserError, match="holds 'one'; it must be a number up to 2"):
         run.load_config()

@@ -20,6 +20,7 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.interop.convert import export_run, import_run
+from transformer_jax.model.transformer import abstract_params
 from transformer_jax.types import UserError
 
 TEXTS = ["twenty-one", "three hundred and four", "", "nine thousand"]
@@ -53,7 +54,9 @@ def command(*args):
 
 def params_of(run):
     folder = RunDir(run)
-    return load_params(folder.checkpoints / str(checkpoint_steps(folder)[-1]), folder.load_config().model)
+    return load_params(
+        folder.checkpoints / str(checkpoint_steps(folder)[-1]), abstract_params(folder.load_config().model)
+    )
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch"])

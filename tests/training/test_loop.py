@@ -15,7 +15,7 @@ from tiny_training import MODEL, batches_from, make_config, train
 
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.testing import assert_trees_close, assert_trees_identical, one_device_mesh, random_batch
 from transformer_jax.training import loop
 from transformer_jax.training.loop import Evaluation
@@ -70,7 +70,7 @@ def test_four_steps_are_two_and_two_more_bit_for_bit(whole, tmp_path):
     # A checkpoint is what the state was then: the donated steps that came after it have changed nothing in it.
     for step, tree in ((2, half.state.params), (4, outcome.state.params)):
         for run in (folder, whole[0]):
-            assert_trees_identical(load_params(run / "checkpoints" / str(step), MODEL), tree)
+            assert_trees_identical(load_params(run / "checkpoints" / str(step), abstract_params(MODEL)), tree)
 
 
 def test_another_mesh_goes_on_where_the_first_stopped(whole, tmp_path):
@@ -185,7 +185,7 @@ def test_what_is_not_finite_stops_with_step_and_cause_and_is_not_saved(
         train(tmp_path / "run", make_config(**training))
     assert steps_of(tmp_path / "run") == [1, 2]
     assert all(row["step"] < 3 for row in rows_of(tmp_path / "run"))
-    for leaf in jax.tree.leaves(load_params(tmp_path / "run" / "checkpoints" / "2", MODEL)):
+    for leaf in jax.tree.leaves(load_params(tmp_path / "run" / "checkpoints" / "2", abstract_params(MODEL))):
         assert np.all(np.isfinite(leaf))
 
 
@@ -215,7 +215,9 @@ def test_a_learning_rate_that_is_far_too_high_is_the_users_to_lower(tmp_path):
     config = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1, checkpoint_every=1)
     with pytest.raises(UserError, match="step 2 is"):
         train(tmp_path / "run", config)
-    for leaf in jax.tree.leaves(load_params(resolve_checkpoint(RunDir(tmp_path / "run"), "last"), MODEL)):
+    for leaf in jax.tree.leaves(
+        load_params(resolve_checkpoint(RunDir(tmp_path / "run"), "last"), abstract_params(MODEL))
+    ):
         assert np.all(np.isfinite(leaf))
 
 

@@ -1,1 +1,1 @@
-"""The run: one folder with all that later commands need."""
+"""The run folder: checkpoints and every other file that later commands need."""

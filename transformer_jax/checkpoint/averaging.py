@@ -1,4 +1,4 @@
-"""Checkpoint averaging (paper section 6.1: the last 5 for base, the last 20 for big)."""
+"""Average checkpoints (paper section 6.1: the last 5 for the base model, the last 20 for the big model)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,36 +13,40 @@ from transformer_jax.checkpoint.checkpoint import (
     written_at,
 )
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import ModelConfig
 from transformer_jax.types import Params, UserError
 
 
 def average_params(trees: Iterable[Params]) -> Params:
-    """The mean of parameter trees, summed in float64 on the host, in the dtypes of the first.
+    """Return the mean of parameter trees, summed in float64 on the host, in the dtypes of the first tree.
 
-    Takes them one by one: 20 of the big model, beside a training, are more than most devices have room for.
+    Trees are consumed one at a time, because 20 copies of the big model would not fit next to a running job.
     """
-    rest = iter(trees)
-    first = next(rest)
+    remaining = iter(trees)
+    first = next(remaining)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, first)
     total, count = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), first), 1
     del first
-    for tree in rest:
+    for tree in remaining:
         total, count = jax.tree.map(lambda so_far, leaf: so_far + np.asarray(leaf, np.float64), total, tree), count + 1
     mean: Params = jax.tree.map(lambda leaf, dtype: (leaf / count).astype(dtype), total, dtypes)
     return mean
 
 
 def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None = None) -> list[int]:
-    """The steps of the last checkpoints: so many, or those of a time before the last one.
+    """Return the steps of the most recent checkpoints, by number or by age relative to the newest one.
+
+    Args:
+        run: The run.
+        last: Number of checkpoints.
+        minutes: Maximum age relative to the newest checkpoint, in minutes. Used instead of `last` if given.
 
     Raises:
-        UserError: there are fewer, or none.
+        UserError: The run has fewer checkpoints, or none.
     """
     steps = checkpoint_steps(run)
     if minutes is not None:
         if not (steps and minutes >= 0):
-            raise UserError(f"{run.path} has the checkpoints {steps}; of {minutes} minutes none can be averaged")
+            raise UserError(f"{run.path} has the checkpoints {steps}; none can be averaged over {minutes} minutes")
         written = {step: written_at(run, step) for step in steps}
         return [step for step in steps if written[steps[-1]] - written[step] <= 60 * minutes]
     if last is None or not 1 <= last <= len(steps):
@@ -50,13 +54,18 @@ def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None 
     return steps[-last:]
 
 
-def average_checkpoints(run: RunDir, config: ModelConfig, steps: Sequence[int]) -> list[int]:
-    """Averages the checkpoints of these steps into `average/`; returns the steps, ascending.
+def average_checkpoints(run: RunDir, abstract_params: Params, steps: Sequence[int]) -> list[int]:
+    """Write the average of the checkpoints of `steps` to `average/`, and return the steps in ascending order.
+
+    Args:
+        run: The run.
+        abstract_params: Tree of the parameters' shapes and dtypes, as for `load_params`.
+        steps: Steps of the checkpoints.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: A step has no checkpoint, or `average/` cannot be written.
     """
     chosen = sorted(set(steps))
-    checkpoints = [resolve_checkpoint(run, str(step)) for step in chosen]  # what is missing is found before the work
-    save_params(run.average, average_params(load_params(checkpoint, config) for checkpoint in checkpoints))
+    checkpoints = [resolve_checkpoint(run, str(step)) for step in chosen]  # raises before the work starts
+    save_params(run.average, average_params(load_params(checkpoint, abstract_params) for checkpoint in checkpoints))
     return chosen

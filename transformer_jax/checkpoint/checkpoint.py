@@ -1,11 +1,12 @@
-"""Checkpoints: the only file that knows Orbax."""
+"""Write, find and read checkpoints: the only file that uses Orbax."""
 
-import json
 import logging
 import math
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,29 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from transformer_jax.checkpoint.manifest import NAME as MANIFEST
-from transformer_jax.checkpoint.manifest import has_manifest, verify, write_manifest
+from transformer_jax.checkpoint.manifest import (
+    MANIFEST,
+    Checksum,
+    DamagedFileError,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import ModelConfig
-from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.distributed import is_main_process, run_on_main
-from transformer_jax.types import Params, UserError, first_line
+from transformer_jax.runtime.files import atomic_dir, read_json, unfinished_dir
+from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax comments on every step of a save and a restore
+METRICS = "metrics/metrics"
+"""File of a checkpoint's metrics, relative to the checkpoint."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, written in the background: `checkpoints/STEP/`.
+    """Write the checkpoints of a run in the background, and restore them.
 
-    A step's folder gets its name when it is whole and has its manifest, so one cut short is no checkpoint. The last
-    `keep` are kept, those of every `keep_every` steps, and the one that is best by the metric `best_by`.
+    A step's folder gets its final name when all its files and its manifest are written, so an interrupted save leaves
+    no checkpoint. The most recent `keep` checkpoints are kept, those at multiples of `keep_every`, and the best one by
+    the metric `best_by`.
     """
 
     def __init__(self, run: RunDir, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
@@ -45,88 +53,97 @@ class Checkpoints:
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
-            best_fn=lambda metrics: selection_score(metrics, best_by),  # without it metrics are not written
+            best_fn=lambda metrics: selection_score(metrics, best_by),  # Orbax writes metrics only with this option
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
-        self._folder = run.checkpoints
+        self._run = run
         self._saving: int | None = None
-        self._manager = ocp.CheckpointManager(run.checkpoints.absolute(), options=options)
+        with ExitStack() as stack, _orbax_errors(run.checkpoints):
+            folder = stack.enter_context(_orbax_path(run.checkpoints))
+            self._manager = ocp.CheckpointManager(folder, options=options)
+            self._resources = stack.pop_all()
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, float] | None = None) -> None:
-        """Starts to write `state`; it is whole after `wait` or the next call. A step that is there already stays.
+    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Start to write `state`. The checkpoint is complete after `wait` or the next call. An existing step is kept.
 
         Raises:
-            UserError: there is no room for it, or the one before could not be written.
+            UserError: The disk has no space for the checkpoint, or the previous one could not be written.
         """
         if step in self._manager.all_steps():
             return
-        needed, free = _size(state), shutil.disk_usage(self._folder).free
+        needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
         if is_main_process() and free < needed:
             raise UserError(
-                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._folder} has {free / 1e6:,.1f} "
-                f"MB free: it was not written. {self._way_on()}"
+                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
+                f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
             )
         args = ocp.args.Composite(state=ocp.args.StandardSave(state))
-        with self._failures_named():
+        with self._write_errors():
             self._manager.wait_until_finished()
             self._saving = step
             self._manager.save(step, args=args, metrics=dict(metrics or {}))
 
     def wait(self) -> None:
-        """Until all that was started is written.
+        """Wait until every checkpoint that was started is written.
 
         Raises:
-            UserError: it could not be written.
+            UserError: A checkpoint could not be written.
         """
-        with self._failures_named():
+        with self._write_errors():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits and lets go of the threads."""
-        with self._failures_named():
+        """Wait as `wait` does, and release the threads."""
+        with self._resources, self._write_errors():
             self._manager.close()
 
+    def latest_step(self) -> int | None:
+        """Return the step of the newest complete checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """Return the state of a step, bit for bit, with the shardings of `abstract_state`."""
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        with _orbax_errors(self._run.checkpoints / str(step)):
+            return self._manager.restore(step, args=args)["state"]
+
     def _write_manifest(self) -> None:
-        """Called when the files are written and their folder has not yet the name of a checkpoint."""
+        # Orbax calls this when the files are written and their folder does not yet have its final name.
         if is_main_process():
-            (unfinished,) = self._folder.glob(f"{self._saving}.*")
-            write_manifest(unfinished)
+            (unfinished,) = self._run.checkpoints.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+            write_checkpoint_manifest(unfinished)
 
     @contextmanager
-    def _failures_named(self) -> Iterator[None]:
-        """A disk that is full or gone is the user's to mend."""
+    def _write_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"the checkpoint of step {self._saving} could not be written to {self._folder}: {first_line(error)}. "
-                + self._way_on()
+                f"the checkpoint of step {self._saving} could not be written to {self._run.checkpoints}: "
+                f"{first_line(error)}. {self._fix()}"
             ) from error
 
-    def _way_on(self) -> str:
-        whole = [int(path.parent.name) for path in self._folder.glob(f"[0-9]*/{MANIFEST}")]
-        last = f"The last whole one is of step {max(whole)}" if whole else "There is none before it"
-        return f"{last}: make room, and the same command goes on from there"
-
-    def latest_step(self) -> int | None:
-        """The last whole checkpoint."""
-        return self._manager.latest_step()
-
-    def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state as it was saved, on the devices and in the shardings that `abstract_state` says."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state)))
-        return restored["state"]
+    def _fix(self) -> str:
+        steps = checkpoint_steps(self._run)
+        last = f"The last complete checkpoint is of step {steps[-1]}" if steps else "There is no earlier checkpoint"
+        return f"{last}: free disk space if it is full, and run the same command again to resume"
 
 
 def _size(state: Any) -> int:
-    """Bytes on the disk, about: the arrays and a little for what Orbax notes of them."""
+    """Estimate the bytes on disk: the arrays, and a little for Orbax's metadata."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20
 
 
+def write_checkpoint_manifest(folder: Path) -> None:
+    """Write the manifest of a checkpoint: every file in its subfolders. Files next to it are Orbax's notes."""
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/**/*")) if path.is_file()}
+    write_manifest(folder, {name: [Checksum.of_file(path)] for name, path in files.items()})
+
+
 def selection_score(metrics: Any, best_by: str) -> float:
-    """The figure `training.best_by`, turned so that more is better; -inf where there is none."""
+    """Return the metric `training.best_by` with the sign for which higher is better, or -inf if it is missing."""
     value = metrics.get(best_by)
     if value is None or math.isnan(value):
         return float("-inf")
@@ -134,32 +151,35 @@ def selection_score(metrics: Any, best_by: str) -> float:
 
 
 def checkpoint_steps(run: RunDir) -> list[int]:
-    """The steps of the whole checkpoints, ascending."""
+    """Return the steps of the complete checkpoints in ascending order."""
     if not run.checkpoints.is_dir():
         return []
     folders = [path for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
-    is_old = run.format() == 0  # from before there were manifests
-    return sorted(int(path.name) for path in folders if is_old or has_manifest(path))
+    has_manifests = run.format() > 0
+    return sorted(int(path.name) for path in folders if not has_manifests or (path / MANIFEST).is_file())
 
 
 def written_at(run: RunDir, step: int) -> float:
-    """When a checkpoint was written: seconds since 1970, as Orbax noted it."""
+    """Return when a checkpoint was written, in seconds since 1970, as Orbax recorded it."""
     file = run.checkpoints / str(step) / "_CHECKPOINT_METADATA"
     try:
-        return float(json.loads(file.read_text(encoding="utf-8"))["commit_timestamp_nsecs"]) / 1e9
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{file}: does not say when the checkpoint was written: {first_line(error)}") from error
+        return float(read_json(file)["commit_timestamp_nsecs"]) / 1e9
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: does not state when the checkpoint was written: {first_line(error)}") from error
 
 
 def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> Path:
-    """The folder of the checkpoint named `last`, `best`, `average` or by its step.
+    """Return the folder of the checkpoint named `last`, `best`, `average`, or by its step.
 
     Raises:
-        UserError: there is none; those that there are, are named.
+        UserError: The run has no such checkpoint; the message lists those it has.
+        DamagedFileError: The checkpoint is `best` and the metrics of a checkpoint are damaged.
     """
     if which == "average":
         if not (run.average / "state").is_dir():
             raise UserError(f"{run.path} has no averaged checkpoint: make one with `average {run.path} --last 5`")
+        if run.format() > 0 and not (run.average / MANIFEST).exists():
+            raise DamagedFileError(f"{run.average} is damaged: it has no {MANIFEST}")
         return run.average
     steps = checkpoint_steps(run)
     if not steps:
@@ -176,58 +196,72 @@ def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> 
     )
 
 
-def _best_step(run: RunDir, steps: list[int], best_by: str) -> int:
-    files = {step: run.checkpoints / str(step) / "metrics" / "metrics" for step in steps}
-    scores = {step: _stored_goodness(file, best_by) for step, file in files.items() if file.is_file()}
-    scores = {step: score for step, score in scores.items() if score > float("-inf")}
-    if not scores:
+def _best_step(run: RunDir, steps: Sequence[int], best_by: str) -> int:
+    scores = {step: _stored_score(run.checkpoints / str(step), best_by) for step in steps}
+    best = max(steps, key=lambda step: (scores[step], step))
+    if scores[best] == float("-inf"):
         raise UserError(f"{run.path} has no best checkpoint: no checkpoint there has a {best_by}; use 'last'")
-    return max(scores, key=lambda step: (scores[step], step))
+    return best
 
 
-def _stored_goodness(file: Path, best_by: str) -> float:
+def _stored_score(checkpoint: Path, best_by: str) -> float:
+    file = checkpoint / METRICS
+    if (checkpoint / MANIFEST).exists():  # checkpoints of format 0 have none
+        if METRICS not in read_manifest(checkpoint):
+            return float("-inf")
+        verify(checkpoint, [METRICS])
+    elif not file.exists():
+        return float("-inf")
     try:
-        return float(selection_score(json.loads(file.read_text(encoding="utf-8")), best_by))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{file}: not the figures of a checkpoint: {first_line(error)}") from error
+        return float(selection_score(read_json(file), best_by))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{file}: not the metrics of a checkpoint: {first_line(error)}") from error
 
 
-def load_params(checkpoint: Path, config: ModelConfig) -> Params:
-    """The parameters alone of a checkpoint's folder, as arrays on the default device: their moving average where the
-    run keeps one.
+def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Sequence[str]] = EVAL_PARAMS) -> Params:
+    """Return the parameters alone of a checkpoint, as arrays on the default device.
+
+    Args:
+        checkpoint: Folder of the checkpoint.
+        abstract_params: Tree of the parameters' shapes and dtypes, such as `jax.eval_shape` returns.
+        subtrees: Paths in the stored state. The first one that exists is read.
 
     Raises:
-        UserError: they are not those of the model that the run's configuration describes, or the files are damaged.
+        DamagedFileError: A file of the checkpoint differs from its manifest.
+        UserError: The stored parameters do not have the expected shapes, or cannot be read.
     """
-    if has_manifest(checkpoint):  # in a run that demands it, what has none is no checkpoint
+    if (checkpoint / MANIFEST).exists():  # checkpoints of format 0 have none
         verify(checkpoint)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    expected = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params(config)
-    )
-    folder = (checkpoint / "state").absolute()
-    try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            # ControlFlags first, because a restore into other shapes fails late and in many words.
-            stored = checkpointer.metadata(folder).item_metadata.tree
-            averages = "ema" in stored.get("opt_state", ())  # `training.optimizer.WithAverage`
-            _check_shapes(stored["opt_state"]["ema"] if averages else stored["params"], expected, checkpoint)
-            target = {"opt_state": {"ema": expected}} if averages else {"params": expected}
-            args = ocp.args.PyTreeRestore(
-                target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
-            )
-            restored = checkpointer.restore(folder, args=args)
-            return restored["opt_state"]["ema"] if averages else restored["params"]
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file fails in any of a dozen ways
-        raise UserError(f"cannot read the checkpoint {checkpoint}: {first_line(error)}") from error
+    expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)
+    with (
+        _orbax_errors(checkpoint),
+        _orbax_path(checkpoint / "state") as folder,
+        ocp.PyTreeCheckpointer() as checkpointer,
+    ):
+        # Shapes are compared first, because Orbax reports a mismatch late and at length.
+        stored = checkpointer.metadata(folder).item_metadata.tree
+        path = next(path for path in subtrees if _subtree(stored, path) is not None)
+        _check_shapes(_subtree(stored, path), expected, checkpoint)
+        target = expected
+        for key in reversed(path):
+            target = {key: target}
+        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+        return _subtree(checkpointer.restore(folder, args=args), path)
+
+
+def _subtree(tree: Any, path: Sequence[str]) -> Any:
+    """Return the part of a nested dict at a path, or None."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
     def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
         leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
-        return {"/".join(str(key.key) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
 
     have, want = shapes(stored), shapes(expected)
     problems = [f"{name} is missing" for name in want if name not in have]
@@ -241,11 +275,55 @@ def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
 
 
 def save_params(folder: Path, params: Params) -> None:
-    """Writes parameters alone, so that `load_params` reads them; what stood in the folder is replaced when whole."""
-    unfinished = folder.with_name(folder.name + ".tmp")
-    run_on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((unfinished / "state").absolute(), {"params": params})
-    run_on_main(lambda: write_manifest(unfinished))
-    run_on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
-    run_on_main(lambda: unfinished.rename(folder))
+    """Write parameters alone, with a manifest, for `load_params`. An existing folder is replaced when complete.
+
+    With several processes, all call it.
+
+    Raises:
+        UserError: The folder cannot be written.
+    """
+    unfinished = unfinished_dir(folder)
+    with ExitStack() as stack:
+        run_on_main(lambda: stack.enter_context(atomic_dir(folder, replace=True)))
+        with _orbax_path(unfinished / "state") as target, ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(target, {"params": params})
+        run_on_main(lambda: write_checkpoint_manifest(unfinished))
+        run_on_main(stack.close)
+
+
+@contextmanager
+def _orbax_errors(folder: Path) -> Iterator[None]:
+    """Raise the many exceptions of a damaged file as one UserError that names the folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"cannot read the checkpoint {folder}: {first_line(error)}") from error
+
+
+_PLAIN_PATH = re.compile(r"[\w ./@%+=,~-]*")
+
+
+@contextmanager
+def _orbax_path(folder: Path) -> Iterator[Path]:
+    """Yield an absolute path of `folder` that Orbax can open, and silence Orbax's log.
+
+    Orbax treats brackets as patterns, and TensorStore rejects backslashes, a leading `//` and names that are not
+    UTF-8. A folder below such a path is opened through a symbolic link in a temporary folder.
+    """
+    absolute = folder.absolute()
+    text = "/" + absolute.as_posix().lstrip("/") if absolute.as_posix().startswith("/") else absolute.as_posix()
+    logger = logging.getLogger("absl")  # Orbax comments on each step of saving and restoring
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        if _PLAIN_PATH.fullmatch(text):
+            yield Path(text)
+        else:
+            with tempfile.TemporaryDirectory(prefix="transformer-jax-") as temporary:
+                link = Path(temporary) / "folder"
+                link.symlink_to(absolute.parent, target_is_directory=True)
+                yield link / absolute.name
+    finally:
+        logger.setLevel(level)

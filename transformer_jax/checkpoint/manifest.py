@@ -1,58 +1,93 @@
-"""The SHA-256 of a checkpoint's files, so that damage is noticed: Orbax restores flipped bits without a word."""
+"""Detect damaged files: a manifest holds the size and SHA-256 of every file in a folder that decides a result.
 
-import json
+Orbax and JSON readers accept many flipped bits without an error, so files are compared with the manifest before use.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from transformer_jax.runtime.files import file_sha256, write_atomically
+from transformer_jax.runtime.files import file_sha256, read_json, to_json, write_atomically
 from transformer_jax.types import UserError
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 
 
-class DamagedCheckpointError(UserError):
-    """A checkpoint's files are not those that were written."""
+class DamagedFileError(UserError):
+    """A file of a run or of a checkpoint is not the file that was written."""
 
 
-def write_manifest(folder: Path) -> None:
-    """Writes `manifest.json` into a checkpoint's folder: size and SHA-256 of every file in its subfolders.
+class Checksum(NamedTuple):
+    """Size and SHA-256 of a file."""
 
-    Files beside the manifest are Orbax's notes on the whole, which it writes last.
-    """
-    files = {name: {"bytes": path.stat().st_size, "sha256": file_sha256(path)} for name, path in _files(folder).items()}
-    write_atomically(folder / NAME, json.dumps({"files": files}, indent=1) + "\n")
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of_file(cls, path: Path) -> "Checksum":
+        """Return the checksum of a file on disk."""
+        return cls(path.stat().st_size, file_sha256(path))
+
+    @classmethod
+    def of_text(cls, text: str) -> "Checksum":
+        """Return the checksum of a file that will hold `text` as UTF-8."""
+        data = text.encode()
+        return cls(len(data), hashlib.sha256(data).hexdigest())
 
 
-def has_manifest(folder: Path) -> bool:
-    """Whether the checkpoint was whole once."""
-    return (folder / NAME).is_file()
+Manifest = Mapping[str, Iterable[Checksum]]
+"""File names and the contents that each file may have: two while a file is being replaced, otherwise one."""
 
 
-def verify(folder: Path) -> None:
-    """Reads every file of a checkpoint and compares it with the manifest.
+def write_manifest(folder: Path, files: Manifest) -> None:
+    """Write the manifest of a folder."""
+    tree = {name: [checksum._asdict() for checksum in accepted] for name, accepted in files.items()}
+    write_atomically(folder / MANIFEST, to_json({"files": tree}, indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, list[Checksum]]:
+    """Return the manifest of a folder.
 
     Raises:
-        DamagedCheckpointError: the first file that is missing or not as it was written, or the manifest itself.
+        DamagedFileError: The manifest is missing or damaged.
     """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}")
     try:
-        written = json.loads((folder / NAME).read_text(encoding="utf-8"))["files"]
-        expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in written.items()}
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"the checkpoint {folder} is damaged: it has no {NAME}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"the checkpoint {folder} is damaged: {NAME} is not readable") from error
-    found = _files(folder)  # only what is found here is opened, whatever names the manifest has
-    for name, (size, sha256) in expected.items():
-        if name not in found:
-            raise DamagedCheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
-        if found[name].stat().st_size != size:
-            raise DamagedCheckpointError(
-                f"the checkpoint {folder} is damaged: {name} has {found[name].stat().st_size} bytes, not {size}"
-            )
-        if file_sha256(found[name]) != sha256:
-            raise DamagedCheckpointError(
-                f"the checkpoint {folder} is damaged: {name} does not hold what was written (its SHA-256 differs)"
-            )
+        return {str(name): _accepted(entry) for name, entry in read_json(path)["files"].items()}
+    except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedFileError(f"{folder} is damaged: {MANIFEST} is not readable") from error
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/**/*")) if path.is_file()}
+def _accepted(entry: Any) -> list[Checksum]:
+    entries = [entry] if isinstance(entry, dict) else entry  # format 1 has one checksum for each file
+    return [Checksum(int(one["bytes"]), str(one["sha256"])) for one in entries]
+
+
+def verify(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Compare files of a folder with its manifest.
+
+    Args:
+        folder: Folder with a manifest. Names in the manifest that lead out of the folder are never opened.
+        names: Files to compare. None compares every file in the manifest.
+
+    Raises:
+        DamagedFileError: The manifest is missing or damaged, or a file is missing or differs from the manifest.
+    """
+    files = read_manifest(folder)
+    for name in files if names is None else names:
+        path, accepted = folder / name, files.get(name, [])
+        if ".." in Path(name).parts or Path(name).is_absolute() or not path.exists():
+            raise DamagedFileError(f"{folder} is damaged: {name} is missing")
+        if not path.is_file():
+            raise DamagedFileError(f"{folder} is damaged: {name} is not a file")
+        size = path.stat().st_size
+        if size not in {checksum.bytes for checksum in accepted}:
+            expected = " or ".join(str(checksum.bytes) for checksum in accepted) or "none"
+            raise DamagedFileError(f"{folder} is damaged: {name} has {size} bytes, expected {expected}")
+        if Checksum.of_file(path) not in accepted:
+            raise DamagedFileError(
+                f"{folder} is damaged: {name} does not hold what was written (its SHA-256 differs). Restore the file"
+            )

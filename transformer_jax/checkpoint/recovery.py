@@ -1,49 +1,76 @@
-"""What a run is resumed from: its newest checkpoint that is whole."""
+"""Resume from the newest checkpoint whose files are the files that were written."""
 
 import itertools
+import shutil
 import warnings
+from pathlib import Path
 
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps
-from transformer_jax.checkpoint.manifest import DamagedCheckpointError, verify, write_manifest
+from transformer_jax.checkpoint.checkpoint import METRICS, checkpoint_steps, write_checkpoint_manifest
+from transformer_jax.checkpoint.manifest import DamagedFileError, read_manifest, verify
 from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
-from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
 
 
 def recover(run: RunDir, *, strict: bool = False) -> list[int]:
-    """Makes sure that the run's newest checkpoint is as it was written.
+    """Verify the newest checkpoint and the metrics of all checkpoints, and return the steps of the valid ones.
 
-    Damaged ones are moved to `damaged/`, with a warning, so that the training writes these steps again. Checkpoints
-    from before there were manifests get one, as they are.
+    Damaged checkpoints are moved to `damaged/` with a warning, so that training writes their steps again. A run of an
+    earlier format gets its missing manifests and the current format.
 
     Args:
-        run: locked by the caller.
-        strict: refuse a damaged checkpoint instead.
+        run: Run that the caller has locked.
+        strict: Whether to raise an error for a damaged checkpoint instead of moving it.
 
     Returns:
-        The steps of the checkpoints that are left, ascending.
+        The steps of the remaining checkpoints in ascending order.
 
     Raises:
-        UserError: no checkpoint is whole of those that there are; or the newest is damaged, under `strict`.
+        UserError: Every checkpoint is damaged, or `strict` is True and one is.
     """
-    if run.config_file.is_file() and run.format() == 0:
-        for step in checkpoint_steps(run):
-            write_manifest(run.checkpoints / str(step))
-        write_atomically(run.format_file, f"{FORMAT}\n")
-    folders = [path for path in run.checkpoints.glob("*") if path.name.isdecimal() and path.is_dir()]
-    for folder in sorted(folders, key=lambda path: int(path.name), reverse=True):
+    if run.config_file.exists() and run.format() < FORMAT:
+        _upgrade(run)
+    entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    folders = sorted((path for path in entries if path.name.isdecimal() and path.is_dir()), key=lambda p: int(p.name))
+    is_newest = True
+    for folder in reversed(folders):
         try:
-            verify(folder)
-            return checkpoint_steps(run)
-        except DamagedCheckpointError as error:
-            earlier = [step for step in checkpoint_steps(run) if step < int(folder.name)]
-            if not earlier:
-                raise UserError(f"{error}; there is no earlier one. Start again with another --workdir") from error
-            if strict:
-                raise UserError(f"{error}; without --strict, step {earlier[-1]} would be tried") from error
-            run.damaged.mkdir(exist_ok=True)
-            names = (f"{folder.name}-{number}" if number else folder.name for number in itertools.count())
-            place = next(run.damaged / name for name in names if not (run.damaged / name).exists())
-            folder.rename(place)
-            warnings.warn(f"{error}. It is moved to {place}; step {earlier[-1]} is tried", stacklevel=2)
-    return []
+            verify(folder, None if is_newest else _metrics_of(folder))
+            is_newest = False
+        except DamagedFileError as error:
+            steps = checkpoint_steps(run)
+            others = [step for step in steps if step < int(folder.name)] if is_newest else steps
+            if not others or strict:
+                fix = "without --strict, training resumes from an undamaged checkpoint"
+                fix = fix if others else "there is no earlier checkpoint. Start again with another --workdir"
+                raise UserError(f"{error}; {fix}") from error
+            place = _move_aside(folder, run.damaged)
+            warnings.warn(f"{error}. It was moved to {place}", stacklevel=2)
+    return checkpoint_steps(run)
+
+
+def _metrics_of(folder: Path) -> list[str]:
+    return [METRICS] if METRICS in read_manifest(folder) else []
+
+
+def _upgrade(run: RunDir) -> None:
+    """Give a run of an earlier format its missing manifests and the current format."""
+    folders = [run.checkpoints / str(step) for step in checkpoint_steps(run)] if run.format() == 0 else []
+    if run.format() == 0 and run.average.is_dir():
+        folders.append(run.average)
+    for folder in folders:
+        write_checkpoint_manifest(folder)
+    run.load_config()  # raises for a configuration that is damaged or of a later version
+    run.seal()
+    run.write(run.format_file.name, f"{FORMAT}\n")
+
+
+def _move_aside(folder: Path, target: Path) -> Path:
+    """Move a damaged checkpoint into `target`, also from another file system, and return its new path."""
+    try:
+        target.mkdir(exist_ok=True)
+        names = (f"{folder.name}-{number}" if number else folder.name for number in itertools.count())
+        place = next(target / name for name in names if not (target / name).exists())
+        shutil.move(folder, place)
+    except OSError as error:
+        raise UserError(f"{folder} is damaged and cannot be moved to {target}: {error.strerror or error}") from error
+    return place

@@ -28,7 +28,7 @@ from transformer_jax.model.incremental import (
     resize_cache,
 )
 from transformer_jax.model.masks import padding_mask
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.types import Params, UserError
 
 Quantization = Literal["none", "bfloat16", "int8"]
@@ -203,7 +203,7 @@ def run_params(run_dir: RunDir, config: Config) -> Params:
         UserError: The run has no such checkpoint.
     """
     checkpoint = resolve_checkpoint(run_dir, config.decoding.checkpoint, config.training.best_by)
-    return load_params(checkpoint, config.model)
+    return load_params(checkpoint, abstract_params(config.model))
 
 
 def load_member(

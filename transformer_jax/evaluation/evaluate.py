@@ -16,6 +16,7 @@ from transformer_jax.evaluation.report import compared, result_of
 from transformer_jax.evaluation.sweep import parse_grid
 from transformer_jax.evaluation.sweep import sweep as try_settings
 from transformer_jax.evaluation.validation import Report, check_complete, check_direction, evaluate_pairs
+from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.distributed import is_main_process
 from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
@@ -142,6 +143,8 @@ def average(
     """
     folder = RunDir(Path(run))
     config = folder.load_config()
-    with locked(folder):
+    with locked(folder) as can_write:
+        if not can_write:
+            raise UserError(f"{folder.average}: cannot be written: the run is read-only")
         chosen = steps or choose_steps(folder, last=last, minutes=minutes)
-        return average_checkpoints(folder, config.model, chosen)
+        return average_checkpoints(folder, abstract_params(config.model), chosen)

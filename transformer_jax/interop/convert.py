@@ -24,7 +24,7 @@ from transformer_jax.interop.tables import flatten, from_foreign, in_dtype, unfl
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.runtime.files import atomic_dir, write_atomically
+from transformer_jax.runtime.files import atomic_dir, to_json, write_atomically
 from transformer_jax.types import Params, UserError, first_line
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
@@ -73,7 +73,8 @@ def import_run(
         new.write_config(dataclasses.replace(imported.config, decoding=decoding))
         imported.tokenizers.save(new.tokenizer)
         save_params(new.checkpoints / "0", imported.params)
-        write_atomically(new.imported, json.dumps({"from": source, "path": str(path)}) + "\n")
+        new.write(new.imported.name, to_json({"from": source, "path": str(path)}) + "\n")
+        new.seal()
     return run
 
 
@@ -103,7 +104,7 @@ def export_run(
     config = folder.load_config()
     _check_free(output, overwrite, _MARKER, "an exported model")
     chosen = resolve_checkpoint(folder, checkpoint or config.decoding.checkpoint, config.training.best_by)
-    params = jax.tree.map(np.asarray, load_params(chosen, config.model))
+    params = jax.tree.map(np.asarray, load_params(chosen, abstract_params(config.model)))
     tokenizers = TokenizerPair.load(folder.tokenizer)
     with atomic_dir(output, replace=overwrite) as unfinished:
         if target == "marian":

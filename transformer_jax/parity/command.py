@@ -12,6 +12,7 @@ from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_torch
+from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity.compare import ParityReport, compare_models, random_params
 from transformer_jax.presets import load_config, load_recipe
 from transformer_jax.types import Params, UserError
@@ -79,7 +80,7 @@ def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Para
         run = RunDir(path)
         config = run.load_config()
         checkpoint = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
-        return config, load_params(checkpoint, config.model)
+        return config, load_params(checkpoint, abstract_params(config.model))
     beside = (path if path.is_dir() else path.parent) / "config.json"
     if config is None and beside.is_file():
         config = load_config(beside)

@@ -143,9 +143,12 @@ def positional_encoding(subject: Subject) -> np.ndarray:
     if subject.run is None:
         raise UserError(f"{subject.name}: model.positions is 'learned': name a run, which has learned them")
     from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
+    from transformer_jax.model.transformer import abstract_params
 
     chosen = subject.config.decoding.checkpoint
-    params = load_params(resolve_checkpoint(subject.run, chosen, subject.config.training.best_by), model)
+    params = load_params(
+        resolve_checkpoint(subject.run, chosen, subject.config.training.best_by), abstract_params(model)
+    )
     return np.asarray(params["source_positions"]["table"], np.float32)[model.position_offset :][:_POSITIONS]
 
 
