@@ -170,7 +170,9 @@ def _start(
 ) -> tuple[StepFn, Cache]:
     """Encode the sources, and return one model's step function and its empty cache for `num_samples` rows a source."""
     src_mask = padding_mask(src, config.pad_id)
-    memory = Transformer(config).apply({"params": prepared.params}, src, src_mask=src_mask, method="encode")
+    memory: Array = Transformer(config).apply(  # type: ignore[assignment]  # a tuple only with mutable collections
+        {"params": prepared.params}, src, src_mask=src_mask, method="encode"
+    )
     if num_samples > 1:
         memory, src_mask = (jnp.repeat(leaf, num_samples, axis=0) for leaf in (memory, src_mask))
     cache = init_cache(prepared.decoder, memory, src_mask, config=config, **cache_options)

@@ -110,7 +110,7 @@ def resample(
         "BLEU": BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)]),
         "chrF2": CHRF(lowercase=lowercase, references=[list(references)]),
     }
-    named = [(name, list(translations)) for name, translations in systems.items()]
+    named: list[tuple[str, Sequence[str]]] = [(name, list(translations)) for name, translations in systems.items()]
     signatures, scores = PairedTest(named, metrics, references=None, test_type="bs", n_samples=num_samples)()
     return {
         name: [

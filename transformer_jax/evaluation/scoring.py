@@ -75,7 +75,9 @@ def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:
 @partial(jax.jit, static_argnames="model")
 def _log_probs(params: Params, batch: Batch, model: Transformer) -> Float[Array, "b t"]:
     """Of each target token."""
-    logits = model.apply({"params": params}, batch.src, batch.tgt_in)
+    logits: Array = model.apply(  # type: ignore[assignment]  # a tuple only with mutable collections
+        {"params": params}, batch.src, batch.tgt_in
+    )
     log_probs = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(log_probs, jnp.asarray(batch.tgt_out)[..., None], axis=-1)[..., 0]
 

@@ -107,7 +107,13 @@ class MultiHeadAttention(nn.Module):
 
         def projection(d_head: int) -> nn.DenseGeneral:
             init = attention_initializer(self.initialization, self.d_model, self.num_heads * d_head, fused_width)
-            return nn.DenseGeneral((self.num_heads, d_head), use_bias=self.use_bias, kernel_init=init, **self._dtypes)
+            return nn.DenseGeneral(
+                (self.num_heads, d_head),
+                use_bias=self.use_bias,
+                kernel_init=init,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+            )
 
         self.query, self.key, self.value = projection(self.d_k), projection(self.d_k), projection(self.d_v)
         self.output = nn.DenseGeneral(
@@ -115,13 +121,10 @@ class MultiHeadAttention(nn.Module):
             axis=(-2, -1),
             use_bias=self.use_bias,
             kernel_init=xavier_uniform(v_width, self.d_model),
-            **self._dtypes,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
         )
         self.dropout = nn.Dropout(self.dropout_rate)
-
-    @property
-    def _dtypes(self) -> dict[str, str]:
-        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     def __call__(
         self,

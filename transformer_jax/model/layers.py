@@ -173,7 +173,8 @@ def _scan_stack(
     def advance(x: Float[Array, "b t d_model"], of_layer: Any) -> tuple[Float[Array, "b t d_model"], None]:
         layer_params, key = of_layer
         rngs = {} if key is None else {"dropout": key}
-        return layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs), None
+        out = layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs)
+        return out, None  # type: ignore[return-value]  # a tuple only with mutable collections
 
     if stack.config.remat != "none":
         advance = jax.checkpoint(advance, prevent_cse=False, policy=_REMAT_POLICIES[stack.config.remat])

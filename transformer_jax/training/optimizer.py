@@ -1,6 +1,6 @@
 """The learning rate and the optimizer (paper section 5.3)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,12 +85,13 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
         ema = jax.tree.map(lambda e, p: (d * e + (1 - d) * p).astype(e.dtype), state.ema, new)
         return updates, WithAverage(inner, ema)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # the state is this function's own
 
 
 def update_count(state: optax.OptState) -> Array:
     """How many updates an optimizer of `make_optimizer` has made: what its schedule goes by."""
-    return state.inner[-1].count if isinstance(state, WithAverage) else state[-1].count
+    chain: Any = state.inner if isinstance(state, WithAverage) else state
+    return chain[-1].count
 
 
 def eval_params(state: TrainState) -> Params:
