@@ -48,7 +48,7 @@ API = {
     "average": "evaluation.evaluate",
     # Pictures.
     "attention_of": "visualization.attention",  # attention_of(translator, sentence) -> Attention
-    "draw_attention": "visualization.attention",  # draw_attention(attention, Path("page.html"))
+    "draw_attention": "visualization.attention_drawing",  # draw_attention(attention, Path("page.html"))
     "plot": "visualization.plots",  # plot(["runs/one", "runs/other"], Path("plots.png"))
     # To and from other software.
     "import_run": "interop.convert",
@@ -86,7 +86,8 @@ if TYPE_CHECKING:
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
     from transformer_jax.training.step import TrainState, train_step
     from transformer_jax.types import Batch, UserError
-    from transformer_jax.visualization.attention import attention_of, draw_attention
+    from transformer_jax.visualization.attention import attention_of
+    from transformer_jax.visualization.attention_drawing import draw_attention
     from transformer_jax.visualization.plots import plot
 
 

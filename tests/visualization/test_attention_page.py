@@ -10,7 +10,7 @@ import pytest
 from picture_cases import HOSTILE, made_up
 
 from transformer_jax.visualization.attention import View
-from transformer_jax.visualization.page import attention_page
+from transformer_jax.visualization.attention_drawing import attention_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (

@@ -15,10 +15,15 @@ from picture_cases import HOSTILE, SENTENCE, made_up, small_translator
 from transformer_jax import cli
 from transformer_jax.model.transformer import Transformer, attention_maps
 from transformer_jax.types import UserError
-from transformer_jax.visualization.attention import View, attention_of, draw_attention
-from transformer_jax.visualization.attention_figure import draw_lines, draw_map, heads_of
+from transformer_jax.visualization.attention import View, attention_of
+from transformer_jax.visualization.attention_drawing import (
+    attention_page,
+    draw_attention,
+    draw_lines,
+    draw_map,
+    heads_of,
+)
 from transformer_jax.visualization.canvas import head_colors
-from transformer_jax.visualization.page import attention_page
 
 # -------------------------------------------------------------------------------------------------------- the weights
 
@@ -223,7 +228,7 @@ def test_the_command(tiny, tmp_path, capsys, optional_package):
     assert cli.main([*command, "--layer", "9"]) == 1
     assert capsys.readouterr().err == "error: layer is 9; cross attention has layers 1 to 1\n"
     assert cli.main([*command, "--output", str(tmp_path / "a.gif")]) == 1
-    assert "a.gif: the name ends with one of .html, .png, .svg, .pdf" in capsys.readouterr().err
+    assert "a.gif: the name must end with .html, .png, .svg, .pdf" in capsys.readouterr().err
     assert cli.main([*command, "--output", str(tmp_path / "none" / "a.html")]) == 1
     assert "a.html cannot be written: No such file or directory" in capsys.readouterr().err
     optional_package("matplotlib")

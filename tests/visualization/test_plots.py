@@ -126,7 +126,7 @@ def test_positions(drawn, tmp_path):
     tables = [plots.positional_encoding(load_subject(f"{recipe}:{name}")) for name in ("interleaved", "halves")]
     np.testing.assert_array_equal(tables[0], sinusoids(100, 16))
     np.testing.assert_array_equal(tables[1], sinusoids(100, 16, "halves"))
-    with pytest.raises(UserError, match=r"learned: model.positions is 'learned': name a run"):
+    with pytest.raises(UserError, match=r"learned: model.positions is 'learned', so only a run has them"):
         plot([f"{recipe}:learned"], tmp_path / "p.svg", ["positions"])
 
 

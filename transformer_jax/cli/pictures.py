@@ -39,7 +39,8 @@ def attention(args: list[str]) -> None:
         description="Shows what the model attends to: a page that needs no server, or a picture for a paper.",
     )
     from transformer_jax.decoding.translator import Translator
-    from transformer_jax.visualization.attention import View, attention_of, draw_attention
+    from transformer_jax.visualization.attention import View, attention_of
+    from transformer_jax.visualization.attention_drawing import draw_attention
 
     chosen = {} if parsed.checkpoint is None else {"checkpoint": parsed.checkpoint}
     found = attention_of(Translator.load(parsed.run, **chosen), parsed.sentence, parsed.target, run=str(parsed.run))

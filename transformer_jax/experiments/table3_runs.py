@@ -18,7 +18,7 @@ from transformer_jax.model.transformer import count_parameters
 from transformer_jax.runtime.distributed import broadcast_from_main, run_on_main
 from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
 from transformer_jax.types import UserError
-from transformer_jax.visualization.canvas import COLOURS, drawing
+from transformer_jax.visualization.canvas import COLORS, drawing
 
 
 def run_table3(
@@ -139,7 +139,7 @@ def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
     """
     results = sorted(results, key=lambda one: PAPER[one["row"]].perplexity)
     places, groups = np.arange(len(results)), list(dict.fromkeys(row[0] for row in ROWS))
-    colors = [COLOURS[groups.index(one["row"][0])] for one in results]
+    colors = [COLORS[groups.index(one["row"][0])] for one in results]
     sides = [PAPER[one["row"]].perplexity for one in results], [perplexity_of(one) for one in results]
     with drawing(output, 7.2, 1.1 + 0.24 * len(results)) as figure:
         names = "the paper: newstest2013", "here: validation"

@@ -1,4 +1,4 @@
-"""matplotlib behind the pictures: the only file that imports it."""
+"""Set up matplotlib: files, fonts and colors. No other file imports it."""
 
 import colorsys
 import warnings
@@ -13,26 +13,29 @@ from transformer_jax.types import UserError
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-# Okabe and Ito's colors, which people with any kind of color vision tell apart.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+# Okabe and Ito's colors, which people with any kind of color vision can tell apart.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
-# Letters that the first one lacks are looked for in those of the others that are installed.
+# Characters that the first font lacks are taken from the next installed font that has them.
 _FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans", "Noto Sans Devanagari", "Noto Sans Thai")
 
 
 @contextmanager
 def drawing(output: Path, width: float, height: float) -> Iterator[Any]:
-    """A `matplotlib.figure.Figure` to draw on, which is then written; the same drawing gives the same file.
+    """Yield a `matplotlib.figure.Figure`, and write it to a file when the block ends.
+
+    The same drawing gives the same bytes.
 
     Args:
-        output: the file; its suffix says which of `SUFFIXES` it is.
-        width, height: in inches.
+        output: the file; its suffix is one of `SUFFIXES`.
+        width: width of the figure in inches.
+        height: height of the figure in inches.
 
     Raises:
-        UserError: matplotlib is not installed, another suffix, or the file cannot be written.
+        UserError: matplotlib is not installed, the suffix is unknown, or the file cannot be written.
     """
     if output.suffix not in SUFFIXES:
-        raise UserError(f"{output}: a picture's name ends with one of {', '.join(SUFFIXES)}")
+        raise UserError(f"{output}: the name of a picture must end with one of {', '.join(SUFFIXES)}")
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -41,11 +44,11 @@ def drawing(output: Path, width: float, height: float) -> Iterator[Any]:
         raise UserError(
             f"{output.name} needs the package matplotlib: python -m pip install 'transformer-jax[plot]'"
         ) from error
-    there = set(fontManager.get_font_names())
-    fonts = [*(font for font in _FONTS if font in there), "sans-serif"]
-    # Text stays text in SVG files: it can be searched and edited, and the reader's program has more letters.
+    installed = set(fontManager.get_font_names())
+    fonts = [*(font for font in _FONTS if font in installed), "sans-serif"]
+    # Text stays text in SVG files: it can be searched and edited, and a viewer may have fonts for more characters.
     style = {"font.family": fonts, "svg.fonttype": "none", "svg.hashsalt": "transformer_jax", "font.size": 9}
-    style["text.parse_math"] = False  # a dollar sign is one
+    style["text.parse_math"] = False  # a dollar sign in a token is text
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -59,21 +62,21 @@ def drawing(output: Path, width: float, height: float) -> Iterator[Any]:
     missing = sum("missing from font" in str(warning.message) for warning in caught)
     if missing and output.suffix != ".svg":
         warnings.warn(
-            f"{output}: {missing} letters are in none of the fonts {', '.join(fonts)} and are drawn as boxes: install "
-            "a font of the family Noto, or write an .svg file or a page",
+            f"{output}: {missing} characters are missing from the fonts {', '.join(fonts)} and are drawn as boxes. "
+            "Install a Noto font, or write an .svg or .html file",
             stacklevel=3,
         )
 
 
 def head_colors(count: int) -> list[tuple[float, float, float]]:
-    """Colors of attention heads, as the page has them: hues around the circle."""
+    """Return the colors of attention heads, as in the page: evenly spaced hues."""
     return [colorsys.hls_to_rgb(head / count, 0.42, 0.75) for head in range(count)]
 
 
 def add_lines(
     axes: Any, segments: Sequence[Sequence[tuple[float, float]]], color: tuple[float, ...], weights: Sequence[float]
 ) -> None:
-    """Straight lines, as opaque and wide as their weights from 0 to 1 say."""
+    """Draw straight lines whose opacity and width grow with their weights, which are 0 to 1."""
     from matplotlib.collections import LineCollection
 
     colors = [(*color, weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""Plots of runs side by side, and of recipes: learning curves, schedules, lengths, padding, positions."""
+"""Plot and compare runs and recipes: learning curves, schedules, lengths, padding, positional encodings."""
 
 import math
 import warnings
@@ -22,27 +22,28 @@ from transformer_jax.presets import load_recipe
 from transformer_jax.runtime.files import read_json_lines
 from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import UserError
-from transformer_jax.visualization.canvas import COLOURS, drawing
+from transformer_jax.visualization.canvas import COLORS, drawing
 
 Panel = Literal["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding", "positions"]
 
-_POSITIONS = 100  # shown of the positional encoding
+_NUM_POSITIONS = 100
+"""Positions of the positional encoding that are drawn."""
 
 
 class Curve(NamedTuple):
-    """What a run or recipe contributes to a panel."""
+    """One curve of a run or recipe in a panel."""
 
     x: np.ndarray
     y: np.ndarray
     note: str
-    """What sets it apart from others of the same run, or nothing."""
+    """What distinguishes the curve from other curves of the same run; may be empty."""
     style: dict[str, Any]
-    """matplotlib's, beside the run's color."""
+    """Keyword arguments for matplotlib, in addition to the run's color."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run, or a recipe."""
+    """A run or a recipe."""
 
     name: str
     config: Config
@@ -50,17 +51,17 @@ class Subject:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`; lines that are damaged are left out."""
+        """The rows of `metrics.jsonl`, without damaged lines."""
         if self.run is None or not self.run.metrics.is_file():
             return []
         return [row for row in read_json_lines(self.run.metrics) if "step" in row]
 
     @cached_property
     def encoded(self) -> EncodedPairs | None:
-        """The run's training pairs: those it keeps encoded, or the corpus read again. None for a recipe.
+        """The run's training pairs, from its cache or from the corpus. None for a recipe.
 
         Raises:
-            UserError: the run keeps none, and the corpus is not where it was.
+            UserError: the run has no cache, and the corpus cannot be read.
         """
         if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
             return None
@@ -75,10 +76,10 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """A run's folder, or a recipe: FILE or FILE:NAME.
+    """Read a run's folder, or a recipe: FILE or FILE:NAME.
 
     Raises:
-        UserError: it is neither.
+        UserError: there is no such run or recipe.
     """
     if Path(name).is_dir():
         run = RunDir(Path(name))
@@ -87,16 +88,16 @@ def load_subject(name: str) -> Subject:
 
 
 def logged(subject: Subject, value: str) -> list[Curve]:
-    """A figure of `metrics.jsonl` by step; null, which stands for what is not finite, is a gap."""
+    """Return a metric of `metrics.jsonl` by step. A null, which stands for a number that is not finite, is a gap."""
     rows = [row for row in subject.metrics if value in row]
     steps, values = ([row[name] for row in rows] for name in ("step", value))
-    # Few points are marked: a single one would not be seen.
+    # Few points get markers, because a single point without a marker is invisible.
     style = {"marker": "o", "markersize": 3} if len(rows) <= 12 else {"linewidth": 1}
     return [Curve(np.array(steps), np.array(values, float), "", style)] if rows else []
 
 
 def learning_rates(subject: Subject) -> list[Curve]:
-    """The schedule over all steps of the recipe, from step 1 on."""
+    """Return the learning rate of every step of the recipe, starting with step 1."""
     training = subject.config.training
     warmup = min(training.warmup_steps, training.num_steps)
     steps = np.unique(np.concatenate([np.linspace(1, training.num_steps, 400), [warmup]]).astype(int))
@@ -105,7 +106,7 @@ def learning_rates(subject: Subject) -> list[Curve]:
 
 
 def lengths(subject: Subject) -> list[Curve]:
-    """The share of training pairs by their number of tokens, EOS counted."""
+    """Return the share of training pairs by number of tokens, which counts BOS and EOS."""
     if subject.encoded is None:
         return []
     curves = []
@@ -117,7 +118,10 @@ def lengths(subject: Subject) -> list[Curve]:
 
 
 def padding(subject: Subject) -> list[Curve]:
-    """The share of padding in each batch of the first epoch, empty rows counted, by the longer side of its shape."""
+    """Return the share of padding in each batch of the first epoch by the longer side of its shape.
+
+    Empty rows count as padding.
+    """
     if subject.encoded is None:
         return []
     plan, encoded = plan_batches(subject.config, subject.encoded), subject.encoded
@@ -132,28 +136,27 @@ def padding(subject: Subject) -> list[Curve]:
 
 
 def positional_encoding(subject: Subject) -> np.ndarray:
-    """The vectors of the first positions: [positions, d_model].
+    """Return the vectors of the first positions: [positions, d_model].
 
     Raises:
-        UserError: they are learned, so that a recipe has none.
+        UserError: the vectors are learned, and the subject is a recipe, which has no parameters.
     """
     model = subject.config.model
     if model.positions != "learned":
-        return sinusoids(_POSITIONS, model.d_model, model.positions, model.position_exponent, model.position_offset)
+        return sinusoids(_NUM_POSITIONS, model.d_model, model.positions, model.position_exponent, model.position_offset)
     if subject.run is None:
-        raise UserError(f"{subject.name}: model.positions is 'learned': name a run, which has learned them")
+        raise UserError(f"{subject.name}: model.positions is 'learned', so only a run has them: name a run")
     from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
     from transformer_jax.model.transformer import abstract_params
 
     chosen = subject.config.decoding.checkpoint
-    params = load_params(
-        resolve_checkpoint(subject.run, chosen, subject.config.training.best_by), abstract_params(model)
-    )
-    return np.asarray(params["source_positions"]["table"], np.float32)[model.position_offset :][:_POSITIONS]
+    checkpoint = resolve_checkpoint(subject.run, chosen, subject.config.training.best_by)
+    params = load_params(checkpoint, abstract_params(model))
+    return np.asarray(params["source_positions"]["table"], np.float32)[model.position_offset :][:_NUM_POSITIONS]
 
 
 class _Plot(NamedTuple):
-    """A panel's labels, and the curves of a subject in it."""
+    """The axis labels of a panel, and the function that returns a subject's curves in it."""
 
     x: str
     y: str
@@ -171,18 +174,19 @@ _PLOTS: dict[Panel, _Plot] = {
 
 
 def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> list[str]:
-    """Plots runs and recipes side by side.
+    """Plot runs and recipes into one picture, with one panel for each quantity.
 
     Args:
         names: folders of runs, and recipes: FILE or FILE:NAME.
         output: a .png, .svg or .pdf file.
-        panels: which plots; none: all that these runs and recipes have something for, without `positions`.
+        panels: the panels to draw. Empty: every panel except `positions` for which there is data.
 
     Returns:
-        The panels drawn.
+        The names of the panels that were drawn.
 
     Raises:
-        UserError: no such run or recipe, nothing to plot, or as `canvas.drawing`.
+        UserError: there is no such run, recipe or panel; there is nothing to plot; matplotlib is not installed; or the
+            file cannot be written.
     """
     unknown = set(panels) - set(get_args(Panel))
     if unknown:
@@ -212,7 +216,7 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
 
 
 def _curves(panel: Panel, subject: Subject, *, is_asked: bool) -> list[Curve]:
-    """A subject's curves; without a corpus that nobody asked for, none, with a warning."""
+    """Return a subject's curves. A corpus that cannot be read is an error only if the panel was asked for."""
     try:
         return _PLOTS[panel].curves(subject)
     except UserError as error:
@@ -232,7 +236,7 @@ def _draw_curves(
             names = [subject.name] if len(subjects) > 1 else []
             label = ", ".join([*names, *([curve.note] if curve.note else [])])
             has_legend |= bool(curve.note)
-            axes.plot(curve.x, curve.y, color=COLOURS[place % len(COLOURS)], label=label, **curve.style)
+            axes.plot(curve.x, curve.y, color=COLORS[place % len(COLORS)], label=label, **curve.style)
     axes.set_xlabel(labels.x)
     axes.set_ylabel(labels.y)
     axes.locator_params(axis="x", nbins=6)
@@ -241,20 +245,24 @@ def _draw_curves(
     if panel in ("bleu", "learning_rate", "lengths", "padding"):
         axes.set_ylim(bottom=0)
     if panel == "valid_loss":
-        right = axes.secondary_yaxis("right", functions=(np.exp, np.log))
-        right.set_ylabel("perplexity")
-        # Evenly spread in logarithms, as the losses are; where these are few, matplotlib's own.
-        low, high = np.exp(axes.get_ylim())
-        ticks = [first * 10**power for power in range(6) for first in (1, 2, 5) if low <= first * 10**power <= high]
-        if len(ticks) >= 3:
-            right.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+        _add_perplexity_axis(axes)
     if has_legend:
         axes.legend(fontsize=7)
 
 
+def _add_perplexity_axis(axes: Any) -> None:
+    right = axes.secondary_yaxis("right", functions=(np.exp, np.log))
+    right.set_ylabel("perplexity")
+    # The losses are evenly spaced, so ticks are logarithmic in perplexity. Where that gives few, matplotlib chooses.
+    low, high = np.exp(axes.get_ylim())
+    ticks = [first * 10**power for power in range(6) for first in (1, 2, 5) if low <= first * 10**power <= high]
+    if len(ticks) >= 3:
+        right.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
+
+
 def _draw_positions(figure: Any, axes: Any, subject: Subject) -> None:
     table, columns = positional_encoding(subject), "dimension"
-    if subject.config.model.positions == "interleaved":  # side by side, sines and cosines would be a blur
+    if subject.config.model.positions == "interleaved":  # alternating sines and cosines would be a blur
         table, columns = (
             np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1),
             "dimensions 0, 2, ..., then 1, 3, ...",
