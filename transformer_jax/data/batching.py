@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.types import ALL_ROWS, Batch, RowParts
+from transformer_jax.types import ALL_ROWS, Batch, RowParts, UserError
 
 _MOST_LENGTHS = 512  # different lengths that choose_shapes looks at; its time and memory grow with the square
 
@@ -221,6 +221,7 @@ def make_batch(
 
     lengths = encoded.source_offsets[pairs + 1] - encoded.source_offsets[pairs]
     spans = lengths + model.source_bos + model.source_eos
+    _check_lengths(pairs, spans, model)
     first = _counted_in(row, spans)
     _fill(src, row, first + model.source_bos, encoded.source_ids, encoded.source_offsets[pairs], lengths)
     if model.source_bos:
@@ -229,11 +230,14 @@ def make_batch(
         src[row, first + model.source_bos + lengths] = model.eos_id
     src_spans = first, spans
     lengths = encoded.target_offsets[pairs + 1] - encoded.target_offsets[pairs]
+    _check_lengths(pairs, lengths + 1, model)
     first = _counted_in(row, lengths + 1)
     _fill(tgt_out, row, first, encoded.target_ids, encoded.target_offsets[pairs], lengths)
     tgt_in[:, 1:] = tgt_out[:, :-1]
     tgt_in[row, first] = model.start_id
     tgt_out[row, first + lengths] = model.eos_id
+    _check_ids(src, "source", model.source_rows, encoded.source, pairs)
+    _check_ids(tgt_out, "target", model.vocab_size, encoded.target, pairs)
     if in_row is None:
         return Batch(src, tgt_in, tgt_out)
     segment = _counted_in(row, np.ones_like(row)) + 1
@@ -241,6 +245,45 @@ def make_batch(
     for segments, (starts, spans) in ((src_segments, src_spans), (tgt_segments, (first, lengths + 1))):
         segments[_places(row, starts, spans)] = np.repeat(segment, spans)
     return Batch(src, tgt_in, tgt_out, src_segments, tgt_segments)
+
+
+def _check_ids(
+    ids: np.ndarray, side: str, vocab_size: int, sentence: Callable[[int], np.ndarray], pairs: np.ndarray
+) -> None:
+    """Check that the embedding table has a row for every id: the model reads NaN beyond its end, without an error.
+
+    Raises:
+        UserError: An id of a pair is out of range.
+    """
+    if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    for pair in pairs.tolist():
+        for token in sentence(pair).tolist():
+            if not 0 <= token < vocab_size:
+                raise UserError(
+                    f"pair {pair}: {side} token id {token} is outside the vocabulary of {vocab_size} rows. Encode the "
+                    "text with the model's own tokenizer, or set model.vocab_size to the size of the vocabulary"
+                )
+
+
+def _check_lengths(pairs: np.ndarray, lengths: np.ndarray, model: ModelConfig) -> None:
+    """Check that learned positions suffice for every pair: beyond their end the model reads NaN, without an error.
+
+    Args:
+        pairs: The numbers of the pairs.
+        lengths: Tokens of one side of each pair, EOS included.
+        model: The model.
+
+    Raises:
+        UserError: A pair is too long.
+    """
+    capacity = model.max_length - model.position_offset
+    if model.positions == "learned" and lengths.size and lengths.max() > capacity:
+        raise UserError(
+            f"pair {pairs[lengths.argmax()]} has {lengths.max()} tokens, but the learned position table of "
+            f"model.max_length={model.max_length} rows has space for {capacity}. Lower data.max_length to {capacity}, "
+            "or raise model.max_length"
+        )
 
 
 def eval_batches(
