@@ -62,7 +62,7 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
 
     from benchmarks.corpora import count_tokens, make_corpus, make_plan
     from transformer_jax.config import ModelConfig, TrainingConfig
-    from transformer_jax.data.loader import batch_iterator
+    from transformer_jax.data.loader import TrainingData
     from transformer_jax.model.transformer import Transformer
     from transformer_jax.training.optimizer import make_optimizer
     from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
@@ -70,6 +70,7 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
     config = ModelConfig(**SIZES[spec["size"]].model(dtype=spec["dtype"]))
     encoded = make_corpus(spec["corpus"], spec["pairs"], config.vocab_size)
     plan = make_plan(spec["batching"], encoded, spec["batch_tokens"], spec["max_shapes"])
+    data = TrainingData(encoded, plan, config)
     model, optimizer = Transformer(config), make_optimizer(TrainingConfig(), config.d_model)
     state = jax.jit(partial(init_state, model, optimizer))(init_rng(0))
     step = jax.jit(partial(train_step, model=model, optimizer=optimizer), donate_argnums=0)
@@ -80,7 +81,7 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
 
     compiled, tokens, positions, flops = {}, 0, 0, 0.0
     compile_seconds = 0.0
-    for batch in batch_iterator(encoded, plan, config, 0, plan.batches_per_epoch):
+    for batch in data.iterator(0, plan.batches_per_epoch):
         if shape(batch) not in compiled:
             started = time.perf_counter()
             compiled[shape(batch)] = step.lower(state, batch, rng).compile()
@@ -88,7 +89,7 @@ def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
         flops += compiled[shape(batch)].cost_analysis()["flops"]
         tokens += count_tokens(batch)
         positions += batch.src.size + batch.tgt_out.size
-    batches = batch_iterator(encoded, plan, config, 0, 1000 * plan.batches_per_epoch)  # more than is ever asked for
+    batches = data.iterator(0, 1000 * plan.batches_per_epoch)  # more than is ever asked for
 
     def turn(command: Answer) -> Answer:
         nonlocal state

@@ -58,21 +58,22 @@ def _measure(corpus: str, batching: str, options: argparse.Namespace, output: Ou
 
 
 def pipeline(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
-    """The side of `batch_iterator`: `spec` has `corpus`, `pairs`, `batching`, `batch_tokens`."""
+    """The side of `TrainingData.iterator`: `spec` has `corpus`, `pairs`, `batching`, `batch_tokens`."""
     from benchmarks.corpora import count_tokens, entropy, make_corpus, make_plan
     from transformer_jax.config import ModelConfig
-    from transformer_jax.data.loader import batch_iterator
+    from transformer_jax.data.loader import TrainingData
 
     model = ModelConfig()
     encoded = make_corpus(spec["corpus"], spec["pairs"], model.vocab_size)
     started = time.perf_counter()
     plan = make_plan(spec["batching"], encoded, spec["batch_tokens"])
     plan_seconds = time.perf_counter() - started
+    data = TrainingData(encoded, plan, model)
 
     # Whole epochs, so many that the frequencies of what follows what say something.
     epochs = -(-spec.get("counted_batches", 2_000) // plan.batches_per_epoch)
     shapes, tokens, positions = [], 0, 0
-    for number, batch in enumerate(batch_iterator(encoded, plan, model, 0, epochs * plan.batches_per_epoch)):
+    for number, batch in enumerate(data.iterator(0, epochs * plan.batches_per_epoch)):
         shapes.append((*batch.src.shape, batch.tgt_out.shape[1]))
         if number < plan.batches_per_epoch:
             tokens += count_tokens(batch)
@@ -94,7 +95,7 @@ def pipeline(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer
         # Whole epochs: batches of all shapes.
         epochs = -(-command["units"] // plan.batches_per_epoch)
         start = time.perf_counter()
-        count = sum(1 for _ in batch_iterator(encoded, plan, model, 0, epochs * plan.batches_per_epoch))
+        count = sum(1 for _ in data.iterator(0, epochs * plan.batches_per_epoch))
         return {"seconds": (time.perf_counter() - start) / count}
 
     return info, turn

@@ -16,7 +16,7 @@ from benchmarks.sizes import SIZES, random_batch
 from transformer_jax.config import ModelConfig, TrainingConfig
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
+from transformer_jax.training.step import dropout_rng, init_rng, init_state, loss_spec, train_step
 from transformer_jax.types import Batch
 
 Answer = dict[str, Any]
@@ -43,9 +43,7 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
         train_step,
         model=model,
         optimizer=optimizer,
-        smoothing=training.label_smoothing,
-        mass=training.label_smoothing_over,
-        max_logits=training.loss_chunk_mb * 10**6 // 4,
+        loss=loss_spec(training),
     )
     rng = dropout_rng(0, training.dropout_generator)
 

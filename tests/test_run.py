@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from transformer_jax import run as commands
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, write_checkpoint_manifest
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.testing import tiny_config, write_tiny_corpus
+from transformer_jax.testing import log_lines, tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
 
 
@@ -43,9 +43,8 @@ def test_a_run_holds_all_that_later_commands_need(tiny):
     assert {"source", "reference", "translation"} <= rows_of(run.samples)[0].keys()
 
 
-def test_the_result_is_said_last_and_written(tiny):
+def test_the_result_is_written_and_translations_are_logged(tiny):
     result = json.loads(RunDir(tiny.run).result.read_text())
-    assert tiny.log[-1] == f"exact match {result['exact_match']:.2f} %"
     assert result["num_sentences"] == 12
     assert result["bleu_signature"].startswith("nrefs:1")
     assert sum("  ->  " in line for line in tiny.log) >= 3, "a few translations are shown"
@@ -54,23 +53,24 @@ def test_the_result_is_said_last_and_written(tiny):
 
 
 def test_training_on_packed_batches(tiny, tmp_path):
-    """Padding is said, one shape is compiled; the model learns."""
+    """The log states the padding, one shape is compiled, and the model learns."""
     data = dataclasses.replace(tiny.config.data, batching="packed", packed_length=100, valid="", test="")
     config = dataclasses.replace(tiny.config, data=data)
-    said: list[str] = []
-    commands.train(config, tmp_path / "run", said.append)
-    assert any("in 1 shape(s)" in line for line in said)
+    with log_lines() as lines:
+        commands.train(config, tmp_path / "run")
+    assert any("in 1 shape(s)" in line for line in lines)
     losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_finished_run_says_so_and_says_its_result_again(tiny):
+def test_training_a_finished_run_returns_its_result_without_a_step(tiny):
     before = RunDir(tiny.run).metrics.read_bytes()
-    said: list[str] = []
-    assert commands.train(tiny.config, tiny.run, said.append) is None
-    assert said[0] == f"{tiny.run} is finished: step 4 of 4"
-    assert said[-1] == tiny.log[-1]
+    with log_lines() as lines:
+        outcome = commands.train(tiny.config, tiny.run)
+    assert (outcome.step, outcome.state) == (4, None)
+    assert lines == [f"{tiny.run} is finished: step 4 of 4"]
+    assert outcome.test == json.loads(RunDir(tiny.run).result.read_text())
     assert RunDir(tiny.run).metrics.read_bytes() == before
 
 
@@ -78,13 +78,56 @@ def test_a_run_cut_short_goes_on_to_the_same_end_bit_for_bit(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "4")
     (run / "result.json").write_text('{"stale": true}')
-    said: list[str] = []
-    outcome = commands.train(tiny.config, run, said.append)
+    with log_lines() as lines:
+        outcome = commands.train(tiny.config, run)
     assert outcome.step == 4
-    assert f"resuming {run} at step 2" in said
+    assert f"resuming {run} at step 2" in lines
     jax.tree.map(np.testing.assert_array_equal, params_of(run, 4), params_of(tiny.run, 4))
     assert [row["step"] for row in rows_of(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
     assert json.loads((run / "result.json").read_text())["num_sentences"] == 12
+
+
+@pytest.fixture(scope="module")
+def escapes(tmp_path_factory):
+    """A run on a corpus with terminal escape sequences: its log, its folder and its corpus."""
+    folder = tmp_path_factory.mktemp("escapes")
+    write_tiny_corpus(folder / "corpus")
+    for path in (folder / "corpus").iterdir():
+        path.write_text("".join(f"\x1b[31m {line}" for line in path.read_text().splitlines(keepends=True)))
+    with log_lines() as lines:
+        commands.train(tiny_config(folder / "corpus", num_steps=2, validate_every=1), folder / "run")
+    return lines, folder
+
+
+def test_a_corpus_cannot_send_escape_sequences_to_the_terminal(escapes):
+    lines, folder = escapes
+    text = "\n".join(lines)
+    assert "\x1b" not in text
+    assert "    source      \\x1b[31m" in text, "the samples of a validation"
+    assert any(line.startswith("    \\x1b[31m") and "  ->  " in line for line in lines), "the samples of the test"
+    assert "\x1b" in json.loads((folder / "run" / "samples.jsonl").read_text().splitlines()[0])["source"]
+
+
+def test_a_finished_run_with_a_pending_validation_repeats_it(tiny, tmp_path):
+    """A validation after the last step that was interrupted is made when the command is run again."""
+    run = RunDir(tiny.copy(tmp_path / "run"))
+    (history,) = (run.checkpoints / "4" / "validations").glob("metadata")
+    history.write_text('{"figures": [], "is_pending": true}')
+    (run.checkpoints / "4" / "metrics" / "metrics").write_text("{}")
+    write_checkpoint_manifest(run.checkpoints / "4")
+    kept = [row for row in rows_of(run.metrics) if "loss" in row]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    run.samples.write_text("")
+    outcome = commands.train(tiny.config, run.path)
+    assert outcome.step == 4
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        steady = [
+            [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows_of(folder / name)]
+            for folder in (run.path, tiny.run)
+        ]
+        assert steady[0] == steady[1]
+    figures = [json.loads((path / "checkpoints/4/metrics/metrics").read_text()) for path in (run.path, tiny.run)]
+    assert figures[0] == figures[1]
 
 
 def test_while_a_run_is_lengthened_its_old_result_is_gone(tiny, tmp_path, monkeypatch):
@@ -96,7 +139,7 @@ def test_while_a_run_is_lengthened_its_old_result_is_gone(tiny, tmp_path, monkey
     monkeypatch.setattr(commands, "fit", killed)
     longer = dataclasses.replace(tiny.config, training=dataclasses.replace(tiny.config.training, num_steps=6))
     with pytest.raises(KeyboardInterrupt):
-        commands.train(longer, run, lambda line: None)
+        commands.train(longer, run)
     assert not (run / "result.json").exists()
 
 
@@ -125,7 +168,7 @@ def test_a_start_that_failed_binds_nobody(tiny, tmp_path):
 def test_init_from_another_function_is_refused(tiny, tmp_path):
     model = dataclasses.replace(tiny.config.model, norm_position="pre")
     training = dataclasses.replace(tiny.config.training, init_from=str(tiny.run))
-    with pytest.raises(UserError, match="norm_position 'post' there, 'pre' here"):
+    with pytest.raises(UserError, match="norm_position is 'post' there and 'pre' here"):
         commands.train(dataclasses.replace(tiny.config, model=model, training=training), tmp_path / "run")
 
 
@@ -144,7 +187,7 @@ def test_other_training_text_is_refused_on_resumption(tiny, tmp_path):
 
 def test_fewer_steps_than_done_are_refused(tiny):
     training = dataclasses.replace(tiny.config.training, num_steps=1)
-    with pytest.raises(UserError, match=r"training\.num_steps is 1; .* has done \d+ steps"):
+    with pytest.raises(UserError, match=r"training.num_steps=1, but .* has done \d+ steps"):
         commands.train(dataclasses.replace(tiny.config, training=training), tiny.run)
 
 
@@ -165,7 +208,7 @@ def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_
         tmp_path / "corpus", num_steps=1, init_from=str(tiny.run), peak_learning_rate=1e-12, valid_sentences=0
     )
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid="", test=""))
-    outcome = commands.train(config, tmp_path / "run", lambda line: None)
+    outcome = commands.train(config, tmp_path / "run")
     assert outcome.step == int(outcome.state.step) == 1
     assert (tmp_path / "run/tokenizer/joint.json").read_text() == (tiny.run / "tokenizer/joint.json").read_text()
     jax.tree.map(
@@ -174,9 +217,10 @@ def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_
         params_of(tiny.run, 4),
     )
     # A run without a test split is finished all the same.
-    said: list[str] = []
-    assert commands.train(config, tmp_path / "run", said.append) is None
-    assert said == [f"{tmp_path / 'run'} is finished: step 1 of 1"]
+    with log_lines() as lines:
+        outcome = commands.train(config, tmp_path / "run")
+    assert (outcome.state, outcome.test) == (None, None)
+    assert lines == [f"{tmp_path / 'run'} is finished: step 1 of 1"]
 
 
 def test_evaluate_scores_a_split_or_given_pairs(tiny):

@@ -15,7 +15,7 @@ from transformer_jax.data.corpus import read_split
 from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.presets import load_recipe, preset
-from transformer_jax.testing import ENGLISH, GERMAN, one_device_mesh
+from transformer_jax.testing import ENGLISH, GERMAN, log_lines, one_device_mesh
 from transformer_jax.types import UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -137,10 +137,10 @@ def test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average(tmp_path
         ),
         decoding=dataclasses.replace(config.decoding, max_length_offset=2),
     )
-    said: list[str] = []
-    commands.train(config, tmp_path / "run", said.append)
+    with log_lines() as lines:
+        commands.train(config, tmp_path / "run")
     run = RunDir(tmp_path / "run")
-    assert said[0].startswith("wmt14/de-en (train): 60 pairs: 60 kept")
+    assert lines[0].startswith("wmt14/de-en (train): 60 pairs: 60 kept")
     # The best checkpoint, by the loss on newstest2013's stand-in, is kept beside the last five.
     assert set(checkpoint_steps(run)) >= {3, 4, 5, 6, 7}
     result = json.loads(run.result.read_text())
@@ -225,9 +225,8 @@ def test_english_to_french_captions_are_trained_as_the_german_ones():
 def test_six_sentences_are_learnt_by_heart(tmp_path, on_one_device):
     config = recipe("toy_pairs")
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=50))  # half of them
-    said: list[str] = []
-    commands.train(config, tmp_path / "run", said.append)
-    assert said[-1] == "exact match 100.00 %"
+    outcome = commands.train(config, tmp_path / "run")
+    assert outcome.test["exact_match"] == 100
     pairs = read_split(config.data, "train")
     assert len(pairs) == 6
     assert Translator.load(tmp_path / "run").translate(list(pairs.source)) == list(pairs.target)

@@ -1,289 +1,284 @@
-"""What the command `train` does, as a function."""
+"""A training run from top to bottom: data, mesh, state, compiled step, loop, validation and test."""
 
 import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
+from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, read_history, resolve_checkpoint
 from transformer_jax.checkpoint.recovery import recover
 from transformer_jax.checkpoint.run_dir import RunDir, locked
 from transformer_jax.config import Config
-from transformer_jax.data.batching import Plan, Rows, make_batch
 from transformer_jax.data.corpus import read_split
-from transformer_jax.data.encoding import EncodedPairs, load_or_encode
-from transformer_jax.data.loader import batch_iterator, plan_batches
-from transformer_jax.data.pairs import Pairs
+from transformer_jax.data.encoding import load_or_encode
+from transformer_jax.data.loader import TrainingData, plan_batches
+from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.data.tokenizer_pair import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.report import result_of, say_result
+from transformer_jax.evaluation.report import result_of
 from transformer_jax.evaluation.validation import Validation, evaluate_pairs
 from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.runtime.distributed import (
     broadcast_from_main,
     check_same,
     check_shared,
+    collective,
     is_main_process,
     main_process_first,
-    run_on_main,
-    together,
+    main_process_logger,
+    on_main_process,
 )
 from transformer_jax.runtime.files import to_json
-from transformer_jax.training.loop import Evaluation, Outcome, fit
+from transformer_jax.training.loop import Evaluate, Outcome, fit
+from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
-from transformer_jax.types import Batch, Params, RowParts, UserError
+from transformer_jax.types import Params, UserError, printable
 
-Say = Callable[[str], None]
+logger = main_process_logger(__name__)
+
+# Fields that may differ between a model and the one that `training.init_from` names: they change no output.
+_FREE_AT_INIT = frozenset(
+    f"model.{name}"
+    for name in (
+        *("residual_dropout", "attention_dropout", "activation_dropout", "initialization", "dtype", "param_dtype"),
+        *("remat", "scan_layers", "attention_kernel"),
+    )
+) | {"tokenizer.min_frequency"}
 
 
-def train(
-    config: Config, workdir: str | Path, say: Say = print, *, profile: bool = False, strict: bool = False
-) -> Outcome | None:
-    """Trains a run, or goes on with it, and scores it on the test split at the end.
+def train(config: Config, workdir: str | Path, *, profile: bool = False, strict: bool = False) -> Outcome:
+    """Train a run, or resume it, and score it on the test split at the end.
 
-    With several processes (`runtime.distributed`), all call it alike, with a folder that all of them see.
+    With several processes (`runtime.distributed`), every process calls this function with the same arguments and a
+    folder that all of them see. Progress is logged by process 0.
 
     Args:
-        config: the recipe.
-        workdir: the run's folder.
-        say: called with each line for the user, in the first process.
-        profile: whether to trace some steps into the run's `profile/`.
-        strict: whether to refuse a run whose newest checkpoint is damaged, rather than to go on from the one before.
+        config: The configuration.
+        workdir: The run's folder.
+        profile: Whether to trace a few steps into the run's `profile/`.
+        strict: Whether to fail if the newest checkpoint is damaged, instead of resuming from an earlier one.
 
     Returns:
-        How training ended; None if all steps had been done before.
+        How training ended, with the figures on the test split.
 
     Raises:
-        UserError: anything that the user can put right.
+        UserError: The configuration, the data or the run's folder is not usable; the message states the fix.
     """
     if config.decoding.checkpoint not in ("last", "best") and not config.training.average_last:
         raise UserError(
-            f"decoding.checkpoint is {config.decoding.checkpoint!r} and training.average_last 0: the test after "
-            "the last step can take last or best, or average with training.average_last"
+            f"decoding.checkpoint={config.decoding.checkpoint!r} with training.average_last=0: the test after the last "
+            "step takes the checkpoint last or best, or average with training.average_last"
         )
-    run = RunDir(Path(workdir))
+    run, num_steps = RunDir(Path(workdir)), config.training.num_steps
     check_same("the configuration", config.to_json())
-    if not is_main_process():
-        say = _say_nothing
     if run.imported.is_file():
         raise UserError(
-            f"{run.path} was imported: train a run of its own from it, with --training.init-from {run.path} and "
-            "another --workdir"
+            f"{run.path} is an imported model and cannot be trained itself. Train a new run from it with "
+            f"--training.init-from {run.path} and another --workdir"
         )
-    run_on_main(run.make)
+    on_main_process(run.make)()
+    with _locked(run) as can_write:
+        steps = _open(run, config, strict, can_write)
+        if steps and steps[-1] == num_steps and not (can_write and _is_validation_pending(run)):
+            return _finished(config, run, steps[-1], can_write)
+
+        started = time.monotonic()
+        mesh = make_mesh(config.training.mesh_data, config.training.mesh_fsdp, config.training.mesh_tensor)
+        pairs = _read_split(config, "train")
+        assert pairs is not None  # data.train is never empty
+        tokenizers = _make_tokenizers(config, run, pairs)
+        initial_params = None if steps else _load_initial_params(config)
+        data = _load_training_data(config, run, mesh, pairs, tokenizers, steps)
+        logger.info("%s; ready after %.0f s", _describe(config, data), time.monotonic() - started)
+        evaluate = _make_validation(config, run, mesh, tokenizers)
+        test_pairs = _read_split(config, "test")  # read before training, so that a mistake is found now
+        if steps:
+            logger.info("resuming %s at step %d", run.path, steps[-1])
+        on_main_process(run.discard_results)()  # those of an earlier run with fewer steps
+
+        outcome = fit(config, run, mesh, data, evaluate, initial_params, profile=profile)
+        if outcome.interrupted_by:
+            logger.info(
+                "stopped by %s after step %d of %d, which is saved; run the same command to resume",
+                *(outcome.interrupted_by, outcome.step, num_steps),
+            )
+            return outcome
+        if outcome.stopped_early:
+            logger.info(
+                "stopped early after step %d: %d consecutive validations did not improve %s",
+                *(outcome.step, config.training.patience, config.training.best_by),
+            )
+        return dataclasses.replace(outcome, test=_test(config, run, test_pairs))
+
+
+@contextmanager
+def _locked(run: RunDir) -> Iterator[bool]:
+    """Lock the run. Yield whether its folder can be written."""
     with ExitStack() as stack:
-        can_write = together(lambda: stack.enter_context(locked(run)) if is_main_process() else None)
-        can_write = broadcast_from_main(can_write)
-        return _train(config, run, say, profile=profile, strict=strict, can_write=can_write)
+        can_write = collective(lambda: is_main_process() and stack.enter_context(locked(run)))()
+        yield broadcast_from_main(can_write)
 
 
-def _train(config: Config, run: RunDir, say: Say, *, profile: bool, strict: bool, can_write: bool) -> Outcome | None:
-    """Train in a run's folder that exists and is locked, or cannot be written."""
-    find = partial(recover, strict=strict) if can_write else checkpoint_steps
-    steps = broadcast_from_main(together(lambda: find(run) if is_main_process() else []))
+def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[int]:
+    """Write or check the run's configuration. Return the steps of its complete checkpoints, ascending."""
+    steps = broadcast_from_main(_recover_on_main(run, strict, can_write))
     if not can_write and steps[-1:] != [config.training.num_steps]:
-        raise UserError(f"{run.path} cannot be written, and the run is not finished. Give another --workdir")
-    # Before its first checkpoint a run binds nobody: it may have failed for a reason that a flag can cure.
-    run_on_main(lambda: run.open_for_training(config, is_bound=bool(steps), write=can_write))
+        raise UserError(f"{run.path} cannot be written, and the run is not finished. Choose another --workdir")
+    # Until the first checkpoint exists, any field may change, because the run may have failed on a bad flag.
+    on_main_process(run.open_for_training)(config, is_bound=bool(steps), write=can_write)
     if can_write:
         check_shared(run.path)
     if not steps:
-        run_on_main(lambda: shutil.rmtree(run.tokenizer, ignore_errors=True))
+        on_main_process(shutil.rmtree)(run.tokenizer, ignore_errors=True)
     elif steps[-1] > config.training.num_steps:
-        raise UserError(f"training.num_steps is {config.training.num_steps}; {run.path} has done {steps[-1]} steps")
-    elif steps[-1] == config.training.num_steps:
-        say(f"{run.path} is finished: step {steps[-1]} of {config.training.num_steps}")
-        result = broadcast_from_main(run.read_result())
-        if result.get("asked") == _asked(config):
-            say_result(result, say)
-        elif not can_write:
-            raise UserError(
-                f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written. Score "
-                "the run with `evaluate`"
-            )
-        else:
-            _test(config, run, together(lambda: read_split(config.data, "test")), say)
-        return None
-
-    started = time.monotonic()
-    mesh = make_mesh(config.training.mesh_data, config.training.mesh_fsdp, config.training.mesh_tensor)
-    pairs = together(lambda: read_split(config.data, "train"))
-    assert pairs is not None  # data.train is never empty
-    tokenizers, params = _starting_point(config, run, pairs, is_fresh=not steps)
-    encoded = main_process_first(lambda: load_or_encode(config, "train", tokenizers, run.cache, pairs))
-    say(f"{pairs.origin}: {encoded.report}")
-    sha256 = encoded.sha256()
-    check_same(f"the encoded text of {pairs.origin}", sha256)
-    trained_on = broadcast_from_main(
-        run.data_sha256.read_text(errors="replace").strip() if run.data_sha256.is_file() else sha256
-    )
-    if steps and trained_on != sha256:
         raise UserError(
-            f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}; put those "
-            "back, or start another run with --workdir (and --training.init-from this one)"
+            f"training.num_steps={config.training.num_steps}, but {run.path} has done {steps[-1]} steps. Set "
+            "--training.num-steps to at least that number"
         )
-    run_on_main(lambda: run.write(run.data_sha256.name, sha256 + "\n"))
-    plan = plan_batches(config, encoded)
-    say(
-        f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
-        f"in an order of {plan.order_bits:,.0f} bits; {count_parameters(config.model):,} parameters; "
-        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s){_in_processes()}; "
-        f"ready after {time.monotonic() - started:.0f} s"
-    )
-    if steps:
-        say(f"resuming {run.path} at step {steps[-1]}")
-    test = together(lambda: read_split(config.data, "test"))  # now, so that a mistake is found before the training
-    evaluate: Callable[[Params, int], Evaluation] = _no_evaluation
-    valid = together(lambda: read_split(config.data, "valid"))
-    if valid is not None:
-        encoded_valid = main_process_first(lambda: load_or_encode(config, "valid", tokenizers, run.cache, valid))
-        evaluate = Validation(config, valid, encoded_valid, tokenizers, mesh)
-    # What was left by a run that was shorter.
-    run_on_main(run.discard_results)
-    multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
-    outcome = fit(
-        config,
-        run,
-        mesh,
-        partial(_batches_from, encoded=encoded, plan=plan, config=config, multiple=multiple, parts=parts),
-        evaluate,
-        params,
-        warmup_batches=_empty_batches(config, encoded, plan, multiple, parts),
-        profile=profile,
-        sentences=partial(_sentences_of, encoded=encoded, plan=plan, tokenizers=tokenizers),
-    )
-    if outcome.interrupted_by:
-        say(
-            f"stopped by {outcome.interrupted_by} after step {outcome.step} of {config.training.num_steps}, which is "
-            "saved; the same command goes on from there"
+    return steps
+
+
+@collective
+def _recover_on_main(run: RunDir, strict: bool, can_write: bool) -> list[int]:
+    if not is_main_process():
+        return []
+    return recover(run, strict=strict) if can_write else checkpoint_steps(run)
+
+
+def _is_validation_pending(run: RunDir) -> bool:
+    """Return whether the validation after the run's last checkpoint was cut short."""
+    history = read_history(run, checkpoint_steps(run)[-1]) if is_main_process() else None
+    return broadcast_from_main(history is not None and history.is_pending)
+
+
+def _finished(config: Config, run: RunDir, step: int, can_write: bool) -> Outcome:
+    """Return the earlier result of a finished run, or test it again if the test has other settings now."""
+    logger.info("%s is finished: step %d of %d", run.path, step, config.training.num_steps)
+    result = broadcast_from_main(run.read_result())
+    if result.get("settings", result.get("asked")) == _test_settings(config):
+        return Outcome(step, test=result if "bleu" in result else None)
+    if not can_write:
+        raise UserError(
+            f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written. Score the "
+            "run with `evaluate`"
         )
-        return outcome
-    if outcome.stopped_early:
-        patience, best_by = config.training.patience, config.training.best_by
-        say(f"ended after step {outcome.step}: {patience} validations in a row found no better {best_by}")
-    _test(config, run, test, say)
-    return outcome
+    return Outcome(step, test=_test(config, run, _read_split(config, "test")))
 
 
-def _no_evaluation(params: Params, step: int) -> Evaluation:
-    """Of a run without a validation split."""
-    return Evaluation()
+@collective
+def _read_split(config: Config, split: Split) -> Pairs | None:
+    return read_split(config.data, split)
 
 
-def _say_nothing(line: str) -> None:
-    """Of all processes but the first."""
+@main_process_first
+def _make_tokenizers(config: Config, run: RunDir, pairs: Pairs) -> TokenizerPair:
+    """Load the run's tokenizers. A fresh run trains them, or takes those of `training.init_from`."""
+    if not run.tokenizer.is_dir():
+        if config.training.init_from:
+            source = RunDir(Path(config.training.init_from))
+            _check_same_function(source.load_config(), config)
+            TokenizerPair.load(source.tokenizer).save(run.tokenizer)
+        else:
+            train_tokenizers(config, pairs).save(run.tokenizer)
+        run.seal()
+    tokenizers = TokenizerPair.load(run.tokenizer)
+    tokenizers.check_fits(config.model)
+    return tokenizers
 
 
-def _in_processes() -> str:
-    count = jax.process_count()
-    return f" in {count} processes" if count > 1 else ""
-
-
-def _empty_batches(config: Config, encoded: EncodedPairs, plan: Plan, multiple: int, parts: RowParts) -> list[Batch]:
-    """Of each shape that the plan has a batch of nothing but padding."""
-    nothing = np.zeros(0, np.int64)
-    in_row = nothing if config.data.batching == "packed" else None
-    return [make_batch(encoded, Rows(shape, nothing, in_row), config.model, multiple, parts) for shape in plan.shapes]
-
-
-def _batches_from(
-    start: int, *, encoded: EncodedPairs, plan: Plan, config: Config, multiple: int, parts: RowParts
-) -> Any:
-    return batch_iterator(
-        encoded,
-        plan,
-        config.model,
-        start,
-        config.training.num_steps,
-        multiple,
-        config.data.prefetch,
-        parts,
-    )
-
-
-def _sentences_of(index: int, *, encoded: EncodedPairs, plan: Plan, tokenizers: TokenizerPair) -> list[dict[str, Any]]:
-    """The pairs of a global batch, as the model saw them; numbered as the encoded corpus has them, without those that
-    were left out."""
-    pairs = plan.rows(index).pairs
-    sides = ("source", tokenizers.source, encoded.source), ("target", tokenizers.target, encoded.target)
-    rows: list[dict[str, Any]] = [{"pair": int(pair)} for pair in pairs]
-    for name, tokenizer, ids_of in sides:
-        ids = [ids_of(int(pair)).tolist() for pair in pairs]
-        for row, row_ids, text in zip(rows, ids, tokenizer.decode(ids), strict=True):
-            row |= {name: text, f"{name}_ids": row_ids}
-    return rows
-
-
-def _starting_point(config: Config, run: RunDir, pairs: Pairs, is_fresh: bool) -> tuple[TokenizerPair, Params | None]:
-    """The run's tokenizers, made or taken from `init_from` if it has none, and the parameters of `init_from`."""
-    source = RunDir(Path(config.training.init_from)) if config.training.init_from else None
-    if source and is_fresh:
-        _check_same_function(source.load_config(), config)
-
-    def make_or_load() -> TokenizerPair:
-        if not run.tokenizer.is_dir():
-            made = TokenizerPair.load(source.tokenizer) if source else train_tokenizers(config, pairs)
-            made.save(run.tokenizer)
-            run.seal()
-        tokenizers = TokenizerPair.load(run.tokenizer)
-        tokenizers.check_fits(config.model)
-        return tokenizers
-
-    tokenizers = main_process_first(make_or_load)
-    if source is None or not is_fresh:
-        return tokenizers, None
+def _load_initial_params(config: Config) -> Params | None:
+    """Return the parameters of `training.init_from`, if it is set."""
+    if not config.training.init_from:
+        return None
+    source = RunDir(Path(config.training.init_from))
     old = source.load_config()
     checkpoint = resolve_checkpoint(source, old.decoding.checkpoint, old.training.best_by)
-    return tokenizers, load_params(checkpoint, abstract_params(config.model))
+    return load_params(checkpoint, abstract_params(config.model))
 
 
 def _check_same_function(old: Config, new: Config) -> None:
-    """Weights may only go into a model that computes the same function of them, and of the same tokens."""
-    free = {"model.residual_dropout", "model.attention_dropout", "model.activation_dropout", "model.initialization"}
-    free |= {"model.dtype", "model.param_dtype", "tokenizer.min_frequency", "model.remat", "model.scan_layers"}
-    free.add("model.attention_kernel")
+    """Check that a model computes the same function of its parameters and tokens as the one it starts from."""
     before, after = old.flat(), new.flat()
-    names = [name for name in after if name.startswith(("model.", "tokenizer.")) and name not in free]
+    names = [name for name in after if name.startswith(("model.", "tokenizer.")) and name not in _FREE_AT_INIT]
     names = [name for name in names if before[name] != after[name]]
-    differing = [f"{name} {before[name]!r} there, {after[name]!r} here" for name in names]
+    differing = [f"{name} is {before[name]!r} there and {after[name]!r} here" for name in names]
     if differing:
-        raise UserError(f"training.init_from {new.training.init_from} has another model: {'; '.join(differing)}")
+        raise UserError(
+            f"training.init_from={new.training.init_from} holds another model: {'; '.join(differing)}. Use its values"
+        )
 
 
-def _asked(config: Config) -> dict[str, Any]:
-    """What the test's figures depend on besides the run itself."""
-    asked = {
+def _load_training_data(
+    config: Config, run: RunDir, mesh: Mesh, pairs: Pairs, tokenizers: TokenizerPair, steps: list[int]
+) -> TrainingData:
+    """Encode the training pairs, check that a resumed run was trained on them, and plan the batches."""
+    encoded = main_process_first(load_or_encode)(config, "train", tokenizers, run.cache, pairs)
+    logger.info("%s: %s", pairs.origin, encoded.report)
+    sha256 = encoded.sha256()
+    check_same(f"the encoded text of {pairs.origin}", sha256)
+    trained_on = run.data_sha256.read_text(errors="replace").strip() if run.data_sha256.is_file() else sha256
+    if steps and broadcast_from_main(trained_on) != sha256:
+        raise UserError(
+            f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}. Restore "
+            "those pairs, or start another run with --workdir (and --training.init-from this run)"
+        )
+    on_main_process(run.write)(run.data_sha256.name, sha256 + "\n")
+    multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
+    plan = plan_batches(config, encoded)
+    return TrainingData(encoded, plan, config.model, tokenizers, multiple, parts, config.data.prefetch)
+
+
+def _describe(config: Config, data: TrainingData) -> str:
+    plan, processes = data.plan, jax.process_count()
+    return (
+        f"{plan.batches_per_epoch} batches an epoch in {len(plan.shapes)} shape(s), {plan.padding_share:.1%} padding, "
+        f"in an order of {plan.order_bits:,.0f} bits; {count_parameters(config.model):,} parameters; "
+        f"{jax.device_count()} {jax.devices()[0].device_kind} device(s)"
+        + (f" in {processes} processes" if processes > 1 else "")
+    )
+
+
+def _make_validation(config: Config, run: RunDir, mesh: Mesh, tokenizers: TokenizerPair) -> Evaluate:
+    pairs = _read_split(config, "valid")
+    if pairs is None:
+        return lambda params, step: Evaluation()
+    encoded = main_process_first(load_or_encode)(config, "valid", tokenizers, run.cache, pairs)
+    return Validation(config, pairs, encoded, tokenizers, mesh)
+
+
+def _test_settings(config: Config) -> dict[str, Any]:
+    """Return what the figures on the test split depend on besides the run itself, as JSON holds it."""
+    settings = {
         "decoding": dataclasses.asdict(config.decoding),
         "average_last": config.training.average_last,
         "test": config.data.test,
     }
-    return json.loads(json.dumps(asked))  # as it will be read back: with lists for tuples
+    return json.loads(json.dumps(settings))
 
 
-def _test(config: Config, run: RunDir, pairs: Pairs | None, say: Say) -> None:
-    """The run's figures on the test split, printed and written to `result.json`."""
+def _test(config: Config, run: RunDir, pairs: Pairs | None) -> Mapping[str, Any] | None:
+    """Score the run on the test split and write `result.json`. Return the figures, or None without a test split."""
     if config.training.average_last:
-        # Of those checkpoints that were written, at most so many.
+        # A run may have fewer checkpoints than it averages.
         last = min(config.training.average_last, broadcast_from_main(len(checkpoint_steps(run))))
         average_checkpoints(run, abstract_params(config.model), choose_steps(run, last=last))
+    settings = {"settings": _test_settings(config)}
     if pairs is None:
-        run_on_main(lambda: run.write(run.result.name, to_json({"asked": _asked(config)}, indent=2) + "\n"))
-        say(f"{run.path} has no test: no such split is configured (data.test)")
-        return
+        on_main_process(run.write)(run.result.name, to_json(settings, indent=2) + "\n")
+        logger.info("%s has no test: data.test is empty", run.path)
+        return None
     checkpoint = config.decoding.checkpoint
     report = evaluate_pairs(Translator.load(run.path, checkpoint=checkpoint), pairs)
     for index in range(0, len(pairs), -(-len(pairs) // 5)):
-        say(f"    {pairs.source[index]}  ->  {report.translations[index]}")
-    result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report)}
-    result["asked"] = _asked(config)
-    run_on_main(lambda: run.write(run.result.name, to_json(result, indent=2) + "\n"))
-    say_result(result, say)
+        logger.info("    %s  ->  %s", printable(pairs.source[index]), printable(report.translations[index]))
+    result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report), **settings}
+    on_main_process(run.write)(run.result.name, to_json(result, indent=2) + "\n")
+    return result

@@ -10,8 +10,11 @@ that builds on the package:
 """
 
 import dataclasses
+import logging
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +82,7 @@ class TinyRun:
     corpus: Path
     """Directory of the text files."""
     log: tuple[str, ...] = ()
-    """Lines that training reported."""
+    """Lines that training logged."""
 
     @property
     def run(self) -> Path:
@@ -102,10 +105,27 @@ def train_tiny_run(folder: Path) -> TinyRun:
     Args:
         folder: Directory in which `corpus/` and `runs/tiny/` are created.
     """
-    lines: list[str] = []
     write_tiny_corpus(folder / "corpus")
-    run.train(tiny_config(folder / "corpus"), folder / "runs" / "tiny", lines.append)
+    with log_lines() as lines:
+        run.train(tiny_config(folder / "corpus"), folder / "runs" / "tiny")
     return TinyRun(folder, folder / "corpus", tuple(lines))
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """Collect the lines that the package logs inside the context."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # one-method handler
+    logger = logging.getLogger("transformer_jax")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 6, vocab_size: int = 16) -> Batch:

@@ -120,7 +120,7 @@ def other(tiny, tmp_path_factory):
     config = Config.from_json((tiny.run / "config.json").read_text())
     run = tmp_path_factory.mktemp("ensemble") / "other"
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=7))
-    commands.train(config, run, lambda _: None)
+    commands.train(config, run)
     return run
 
 

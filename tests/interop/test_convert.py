@@ -44,7 +44,7 @@ def run(tmp_path_factory):
         training=TrainingConfig(num_steps=2, schedule="constant", peak_learning_rate=0.05, warmup_steps=1),
         decoding=DecodingConfig(beam_size=2, length_penalty="power", alpha=1.0, max_length_offset=8),
     )
-    commands.train(config, path, lambda line: None)
+    commands.train(config, path)
     return path
 
 

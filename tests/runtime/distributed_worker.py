@@ -15,7 +15,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 from transformer_jax.runtime import distributed
 
 # Before anything else may ask for a device.
-assert distributed.join(distributed.Cluster(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+assert distributed.initialize(distributed.Cluster(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
-from transformer_jax.testing import random_batch
+from transformer_jax.testing import log_lines, random_batch
 from transformer_jax.training.sharding import make_mesh, put_batch, row_parts
 from transformer_jax.types import Batch, UserError
 
@@ -48,7 +48,7 @@ def batches_on(mesh, send_at=-1):
 
 def run(name, mesh, send_at=-1, **training):
     """`fit`; before batch `send_at` the second process gets a SIGTERM."""
-    distributed.run_on_main(lambda: (FOLDER / name).mkdir(exist_ok=True))
+    distributed.on_main_process((FOLDER / name).mkdir)(exist_ok=True)
     batches = batches_on(mesh, send_at if INDEX == 1 else -1)
     return train(FOLDER / name, make_config(**training), mesh=mesh, batches=batches)
 
@@ -64,6 +64,7 @@ def failure(act):
 def talk():
     """What the processes tell each other."""
 
+    @distributed.collective
     def fail_in_the_second():
         if INDEX == 1:
             raise UserError("no such file")
@@ -73,8 +74,8 @@ def talk():
         "put": [shard.data[:, 0].tolist() for shard in put_batch(np.arange(8)[:, None], mesh).addressable_shards],
         "gather": distributed.gather({"index": INDEX, "text": "x" * 100 * INDEX}),
         "broadcast_from_main": distributed.broadcast_from_main(["é\ud800", INDEX] if INDEX == 0 else None),
-        "together": failure(lambda: distributed.together(fail_in_the_second)),
-        "main_process_first": distributed.main_process_first(lambda: INDEX),
+        "collective": failure(fail_in_the_second),
+        "main_process_first": distributed.main_process_first(lambda: INDEX)(),
         "check_same": failure(lambda: distributed.check_same("the configuration", str(INDEX))),
         "check_shared": failure(lambda: distributed.check_shared(FOLDER, 0.1)),
         "not_shared": failure(lambda: distributed.check_shared(FOLDER if INDEX == 0 else FOLDER / "talk", 0.1)),
@@ -95,11 +96,9 @@ def main():
     found["diverged"] = failure(lambda: run("diverged", make_mesh(1, 8, 1), **too_fast))
     table = outcome.state.params["embedding"]["table"]
     found["shards"] = [list(shard.data.shape) for shard in table.addressable_shards]
-    found["axis"] = failure(
-        lambda: commands.train(Config.from_json((FOLDER / "odd.json").read_text()), FOLDER / "odd", lambda line: None)
-    )
-    lines = []
-    commands.train(Config.from_json((FOLDER / "command.json").read_text()), FOLDER / "command", lines.append)
+    found["axis"] = failure(lambda: commands.train(Config.from_json((FOLDER / "odd.json").read_text()), FOLDER / "odd"))
+    with log_lines() as lines:
+        commands.train(Config.from_json((FOLDER / "command.json").read_text()), FOLDER / "command")
     found["lines"] = len(lines)
     (FOLDER / f"{INDEX}.json").write_text(json.dumps(found, default=np.ndarray.tolist))
 

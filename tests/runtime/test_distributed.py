@@ -19,7 +19,7 @@ from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, TokenizerConfig
-from transformer_jax.runtime.distributed import Cluster, is_cluster, join
+from transformer_jax.runtime.distributed import Cluster, initialize, is_cluster
 from transformer_jax.testing import random_batch, tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
 
@@ -82,7 +82,7 @@ def two(tmp_path_factory, corpus):
     source = dataclasses.replace(config.data, valid="", test="")
     training = dataclasses.replace(config.training, num_steps=1, average_last=0, init_from="")
     source = dataclasses.replace(config, data=source, training=training)
-    commands.train(source, folder / "source", lambda line: None)
+    commands.train(source, folder / "source")
     (folder / "command.json").write_text(config.to_json())
     odd = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=33))
     odd = dataclasses.replace(
@@ -117,7 +117,7 @@ def test_processes_talk(two):
         assert "do not multiply to the 8 devices there are (2 processes, 4 devices in this one)" in talk["mesh"]
         assert [mine for mine, _ in talk["rows"].values()] == [pair[index] for pair in both]
         assert talk["put"] == [list(range(8))] * 4  # the tensor axis crosses the processes: all rows on both
-    assert [talk["together"] for talk in talks] == ["process 1 of 2 failed: no such file", "no such file"]
+    assert [talk["collective"] for talk in talks] == ["process 1 of 2 failed: no such file", "no such file"]
     assert not list(two[0].glob(".seen*"))
 
 
@@ -159,7 +159,7 @@ def test_two_processes_translate_and_evaluate_as_one(two):
     folder, found = two
     config, run, alone = Config.from_json((folder / "command.json").read_text()), folder / "command", folder / "alone"
     assert [one["lines"] > 5 for one in found] == [True, False]
-    commands.train(config, alone, lambda line: None)
+    commands.train(config, alone)
     np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
     figures = [json.loads((path / "metrics.jsonl").read_text().splitlines()[-1]) for path in (run, alone)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
@@ -167,7 +167,7 @@ def test_two_processes_translate_and_evaluate_as_one(two):
     mine, expected = (json.loads((path / "result.json").read_text()) for path in (run, alone))
     for name in ("loss", "bleu", "chrf", "exact_match", "num_sentences"):
         assert mine[name] == pytest.approx(expected[name], rel=1e-5), name
-    assert "training.mesh_tensor 2 does not divide axis 0 of params/embedding/table" in found[0]["axis"]
+    assert "training.mesh_tensor=2 does not divide axis 0 of params/embedding/table" in found[0]["axis"]
     assert found[1]["axis"] == found[0]["axis"]
 
 
@@ -218,8 +218,8 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
         done = max(checkpoint_steps(RunDir(run)))
 
     last = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=done + 3))
-    commands.train(last, run, lambda line: None)
-    commands.train(last, tmp_path / "alone", lambda line: None)
+    commands.train(last, run)
+    commands.train(last, tmp_path / "alone")
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-4)
 
 
@@ -229,7 +229,7 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (Cluster("a:1"), "--coordinator-address a:1 without --num-processes and --process-id: the three go together"),
+        (Cluster("a:1"), "--coordinator-address a:1 without --num-processes and --process-id: set all three flags"),
         (Cluster(num_processes=2, process_id=0), "--process-id 0 without --coordinator-address"),
         (Cluster("localhost", 2, 0), "--coordinator-address is 'localhost'; HOST:PORT is needed"),
         (Cluster("localhost:99999", 2, 0), "--coordinator-address is 'localhost:99999'; HOST:PORT is needed"),
@@ -240,12 +240,12 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
 )
 def test_flags_that_do_not_fit(cluster, message):
     with pytest.raises(UserError, match=message):
-        join(cluster, {})
+        initialize(cluster, {})
 
 
 def test_nobody_at_the_coordinators_address():
     with pytest.raises(UserError, match=r"not reached within 0.1 s .*is process 0 started there"):
-        join(Cluster(f"127.0.0.1:{free_port()}", 2, 1), {}, timeout=0.1)
+        initialize(Cluster(f"127.0.0.1:{free_port()}", 2, 1), {}, timeout=0.1)
 
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
@@ -280,5 +280,5 @@ def test_clusters_are_recognized(environment, expected):
 def test_a_cluster_that_jax_cannot_read_is_refused_and_may_be_overruled(environment, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=message):
-        join(Cluster(), environment)
-    assert not join(Cluster(num_processes=1), environment)
+        initialize(Cluster(), environment)
+    assert not initialize(Cluster(num_processes=1), environment)

@@ -14,7 +14,7 @@ from transformer_jax.config import ModelConfig, TrainingConfig
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.transformer import Transformer, abstract_params
-from transformer_jax.training.loss import cross_entropy
+from transformer_jax.training.loss import LossSpec, cross_entropy
 from transformer_jax.training.optimizer import make_optimizer, noam_schedule
 
 V, PAD = 9, 2
@@ -45,9 +45,7 @@ def loss_and_gradient(smoothing, mass):
 
         def loss_sum(logits):
             tokens = jnp.asarray(targets, jnp.int32)[None]
-            return cross_entropy(
-                logits[None], tokens, tokens != PAD, smoothing=smoothing, mass=mass, pad_id=PAD
-            ).loss_sum
+            return cross_entropy(logits[None], tokens, tokens != PAD, LossSpec(smoothing, mass, PAD)).loss_sum
 
         loss, gradient = jax.value_and_grad(loss_sum)(jnp.asarray(logits))
         return float(loss), np.asarray(gradient)

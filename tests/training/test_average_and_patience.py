@@ -1,16 +1,28 @@
-"""The moving average of the parameters, and training that ends when validations get no better."""
+"""Validations: the moving average that they evaluate, early stopping, and interrupts while they run."""
+
+import json
+import shutil
+import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from tiny_training import MODEL, make_config, train
 
-from transformer_jax.checkpoint.checkpoint import load_params
+from transformer_jax.checkpoint.checkpoint import (
+    checkpoint_steps,
+    load_params,
+    resolve_checkpoint,
+    write_checkpoint_manifest,
+)
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import TrainingConfig
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.testing import assert_trees_identical
-from transformer_jax.training.early_stopping import EarlyStopping
-from transformer_jax.training.loop import Evaluation
+from transformer_jax.testing import assert_trees_identical, log_lines
+from transformer_jax.training.loop import should_stop_early
+from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.optimizer import eval_params, make_optimizer, update_count
 from transformer_jax.training.sharding import make_mesh, tree_shardings
 
@@ -77,11 +89,88 @@ def test_training_ends_when_validations_got_no_better_and_so_does_a_resumed_one(
     assert (resumed.step, resumed.stopped_early) == (4, True)
 
 
-def test_what_counts_as_better():
-    patience = EarlyStopping(2, "valid_bleu", [{"valid_bleu": None}, {"loss": 1.0}, {"valid_bleu": 0.0}])
-    patience.add({"valid_bleu": 5.0, "valid_loss": 9.0})
-    patience.add({"valid_bleu": float("nan")})
-    assert not patience.should_stop()
-    patience.add({"valid_bleu": 5.0})
-    assert patience.should_stop()
-    assert not EarlyStopping(0, "valid_loss", [{"valid_loss": 1.0}] * 99).should_stop()
+def test_early_stopping_does_not_depend_on_the_metrics_file(tmp_path):
+    """Deleting `metrics.jsonl`, a log, changes neither when a resumed run stops nor what it ends with."""
+    config = make_config(num_steps=9, validate_every=1, patience=2)
+    values = [3.0, 2.0, 2.5, 2.0, 1.0]
+    train(tmp_path / "run", make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    resumed = train(tmp_path / "run", config, evaluate=losses_of(values[3:]))
+    assert (resumed.step, resumed.stopped_early) == (4, True)
+
+
+def test_a_checkpoint_without_validation_history_falls_back_to_the_metrics_file(tmp_path):
+    config = make_config(num_steps=9, validate_every=1, patience=2)
+    values = [3.0, 2.0, 2.5, 2.0, 1.0]
+    run = tmp_path / "run"
+    train(run, make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
+    for history in run.glob("checkpoints/*/validations"):  # as checkpoints were before they had one
+        shutil.rmtree(history)
+        write_checkpoint_manifest(history.parent)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "valid_loss": 0.5}\n{"step": 5, "val')  # after the checkpoint
+    resumed = train(run, config, evaluate=losses_of(values[3:]))
+    assert (resumed.step, resumed.stopped_early) == (4, True)
+
+
+def test_only_a_strictly_better_validation_counts_as_an_improvement():
+    history = [{"valid_bleu": None}, {"loss": 1.0}, {"valid_bleu": 0.0}, {"valid_bleu": 5.0, "valid_loss": 9.0}]
+    history.append({"valid_bleu": float("nan")})
+    assert not should_stop_early(history, "valid_bleu", 2)
+    history.append({"valid_bleu": 5.0})
+    assert should_stop_early(history, "valid_bleu", 2)
+    assert not should_stop_early([{"valid_loss": 1.0}] * 99, "valid_loss", 0)
+    assert should_stop_early([{"valid_loss": None}] * 2, "valid_loss", 2)  # never finite, never better
+    assert not should_stop_early([{"valid_loss": None}], "valid_loss", 2)
+
+
+def figures_of(folder):
+    """Return the rows of the logs without how fast they were made, and the validations of the checkpoints."""
+    rows = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in LOGS]
+    rows[0] = [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows[0]]
+    steps = checkpoint_steps(RunDir(folder))
+    files = [folder / "checkpoints" / str(step) / "metrics" / "metrics" for step in steps]
+    return *rows, steps, [json.loads(file.read_text()) for file in files]
+
+
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_two_interrupts_during_a_validation_change_nothing_after_resuming(step, tmp_path, request):
+    # A job that a shell started in the background does not have Python's own handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
+    def evaluate(params, now):
+        loss = float(jax.device_get(jnp.sum(params["embedding"]["table"])))
+        return Evaluation({"valid_loss": loss}, [{"source": "a", "reference": "b", "translation": str(now)}])
+
+    def interrupted(params, now):
+        if now == step:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return evaluate(params, now)
+
+    config = make_config(validate_every=2)
+    train(tmp_path / "whole", config, evaluate=evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", config, evaluate=interrupted)
+    assert checkpoint_steps(RunDir(tmp_path / "run"))[-1] == step, "the steps before the validation are saved"
+    train(tmp_path / "run", config, evaluate=evaluate)
+    assert figures_of(tmp_path / "run") == figures_of(tmp_path / "whole")
+    assert resolve_checkpoint(RunDir(tmp_path / "run"), "best").name == (
+        resolve_checkpoint(RunDir(tmp_path / "whole"), "best").name
+    )
+
+
+def test_samples_cannot_control_the_terminal(tmp_path):
+    def evaluate(params, step):
+        return Evaluation({"valid_loss": 1.0}, [{"source": "\x1b[31mred\x07", "reference": "r", "translation": "t"}])
+
+    with log_lines() as lines:
+        train(tmp_path / "run", make_config(num_steps=1), evaluate=evaluate)
+    shown = "\n".join(lines)
+    assert "\\x1b[31mred\\x07" in shown
+    assert "\x1b" not in shown
+    assert json.loads((tmp_path / "run" / "samples.jsonl").read_text())["source"] == "\x1b[31mred\x07"

@@ -14,9 +14,10 @@ from tiny_training import MODEL, batches_from, make_config, train
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.model.transformer import Transformer, abstract_params
-from transformer_jax.testing import assert_trees_identical, random_batch
+from transformer_jax.testing import assert_trees_identical, log_lines, random_batch
 from transformer_jax.training import divergence
-from transformer_jax.training.divergence import MAX_IN_A_ROW, find_bad
+from transformer_jax.training.divergence import MAX_IN_A_ROW, locate_nonfinite
+from transformer_jax.training.loss import PAPER_LOSS, LossSpec
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step
 from transformer_jax.types import UserError
@@ -51,7 +52,9 @@ def changed(params, path, value):
     ],
 )
 def test_the_first_bad_layer_in_the_order_of_the_forward_pass(params, path, value, first):
-    found = find_bad(make_config(), changed(params, path, value), random_batch(0), dropout_rng(0), 1)
+    found = locate_nonfinite(
+        make_config(), changed(params, path, value), random_batch(0), dropout_rng(0), 1, PAPER_LOSS
+    )
     assert found["first"].startswith(first), found["first"]
     assert found["parameters"] == ([path] if np.isnan(value) else [])
     before, after = ("embedding", "encoder/layer_0/self_attention"), "decoder/layer_0/feed_forward_norm"
@@ -76,7 +79,7 @@ def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
         )
         batch = random_batch(0)
         batch = batch._replace(tgt_out=np.where(batch.tgt_out > 3, 4, batch.tgt_out))
-        found = find_bad(config, params, batch, dropout_rng(0), 1)
+        found = locate_nonfinite(config, params, batch, dropout_rng(0), 1, LossSpec(config.training.label_smoothing))
         assert found["first"].startswith(first), found
         assert found["parameters"] == found["outputs"] == []
 
@@ -105,8 +108,8 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypat
     calls = ["embedding", LAYER + "self_attention", LAYER + "feed_forward", "decoder/layer_0/feed_forward_norm"]
     flags = {f"{number:06d} {name}": True for number, name in enumerate(calls)}
     largest = jax.tree.map(lambda leaf: np.float32(np.inf), params)
-    monkeypatch.setattr(divergence, "_look", lambda *_, **__: (np.float32(1), flags, largest))
-    found = find_bad(make_config(), params, random_batch(0), dropout_rng(0), 1)
+    monkeypatch.setattr(divergence, "inspect_step", lambda *_, **__: (np.float32(1), flags, largest))
+    found = locate_nonfinite(make_config(), params, random_batch(0), dropout_rng(0), 1, PAPER_LOSS)
     places = [next(i for i, path in enumerate(found["gradients"]) if path.startswith(name + "/")) for name in calls]
     assert places == sorted(places, reverse=True)
     assert len(found["gradients"]) == len(jax.tree.leaves(params))
@@ -115,7 +118,7 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypat
 def test_parts_of_a_batch_are_looked_at_one_by_one(params):
     batch = random_batch(0, rows=16)
     batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
-    found = find_bad(make_config(accumulate=2), params, batch, dropout_rng(0), 1)
+    found = locate_nonfinite(make_config(accumulate=2), params, batch, dropout_rng(0), 1, PAPER_LOSS)
     assert found["first"] == "the output of embedding"
 
 
@@ -138,15 +141,15 @@ def poisoned_from(*steps):
 def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path, monkeypatch):
     looked_into = []
 
-    def look(config, params, batch, dropout_rng, step, max_logits):
+    def look(config, params, batch, dropout_rng, step, loss):
         looked_into.append((step, params, batch))
         return {"first": "somewhere", "parameters": [], "largest": np.inf}
 
-    monkeypatch.setattr(divergence, "find_bad", look)
+    monkeypatch.setattr(divergence, "locate_nonfinite", look)
     folder = tmp_path / "run"
     config = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1, checkpoint_every=1)
-    with pytest.raises(UserError, match=r"the loss of step 2 is nan; first: somewhere; .* are in .*diverged-2\.json"):
-        train(folder, config, sentences=sentences)
+    with pytest.raises(UserError, match=r"the loss of step 2 is nan; first: somewhere; .* is in .*diverged-2\.json"):
+        train(folder, config, describe=sentences)
     (report,) = folder.glob("diverged-*.json")
     tree = json.loads(report.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     expected = {"first": "somewhere", "parameters": [], "largest": None, "sentences": sentences(1)}
@@ -159,9 +162,9 @@ def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path
 
 
 def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(divergence, "find_bad", lambda *_: {"first": "the output of embedding"})
+    monkeypatch.setattr(divergence, "locate_nonfinite", lambda *_: {"first": "the output of embedding"})
     config = make_config(on_divergence="skip", checkpoint_every=1)
-    outcome = train(tmp_path / "run", config, batches=poisoned_from(3), sentences=sentences)
+    outcome = train(tmp_path / "run", config, batches=poisoned_from(3), describe=sentences)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
     assert checkpoint_steps(RunDir(tmp_path / "run")) == [1, 2, 3, 4]
     after = [load_params(tmp_path / "run" / "checkpoints" / step, abstract_params(MODEL)) for step in "23"]
@@ -188,15 +191,18 @@ def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch)
     assert_trees_identical(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
 
 
-def test_skipping_ends_after_so_many_in_a_row(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(divergence, "find_bad", lambda *_: {"first": "somewhere"})
+def test_too_many_consecutive_skipped_steps_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(divergence, "locate_nonfinite", lambda *_: {"first": "somewhere"})
     config = make_config(on_divergence="skip", num_steps=50, log_every=100)
     steps = [2, *range(5, 50)]
-    with pytest.raises(UserError, match=r"step 14 is nan and 10 steps in a row were skipped; first: somewhere"):
+    with (
+        log_lines() as lines,
+        pytest.raises(UserError, match=r"step 14 is nan and 10 steps in a row were skipped; first: somewhere"),
+    ):
         train(tmp_path / "run", config, batches=poisoned_from(*steps))
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [row["skipped"] for row in rows] == [1, *range(1, MAX_IN_A_ROW)]
-    assert "step 5 skipped: the loss of step 5 is nan" in capsys.readouterr().err
+    assert "step 5 skipped: the loss of step 5 is nan" in lines
     assert len(list((tmp_path / "run").glob("diverged-*.json"))) == divergence.MAX_REPORTS + 1
 
 
@@ -204,8 +210,8 @@ def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(divergence, "find_bad", fails)
-    policy = divergence.Divergence(make_config(), RunDir(tmp_path), dropout_rng(0), sentences, 1)
-    with pytest.raises(UserError, match=r"the loss is nan; first: unknown: .*MemoryError: no room"):
+    monkeypatch.setattr(divergence, "locate_nonfinite", fails)
+    policy = divergence.Divergence(make_config(), RunDir(tmp_path), dropout_rng(0), sentences, PAPER_LOSS)
+    with pytest.raises(UserError, match=r"the loss is nan; first: unknown, because .*MemoryError: no room"):
         policy.handle(1, "the loss is nan", random_batch(0), {})
     assert (tmp_path / "diverged-1.json").is_file()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import examples
 
-from transformer_jax.training.loss import cross_entropy
+from transformer_jax.training.loss import LossSpec, cross_entropy
 
 MASSES = ("non_target", "all", "non_target_non_pad")
 V = 7
@@ -28,7 +28,7 @@ def example(pad_id=0, rows=6):
 @partial(jax.jit, static_argnames=("smoothing", "mass", "pad_id"))
 def loss_of(logits, targets, smoothing=0.1, mass="non_target", pad_id=0):
     """`cross_entropy` where all that isn't padding counts."""
-    return cross_entropy(logits, targets, targets != pad_id, smoothing=smoothing, mass=mass, pad_id=pad_id)
+    return cross_entropy(logits, targets, targets != pad_id, LossSpec(smoothing, mass, pad_id))
 
 
 @pytest.mark.parametrize("mass", MASSES)

@@ -8,11 +8,11 @@ import reference
 
 from transformer_jax.config import TrainingConfig
 from transformer_jax.training.optimizer import (
-    constant_schedule,
     inverse_sqrt_schedule,
     make_optimizer,
     make_schedule,
     noam_schedule,
+    warmup_constant_schedule,
 )
 
 SCHEDULES = ("noam", "inverse_sqrt", "constant")
@@ -40,9 +40,9 @@ def test_inverse_sqrt_rises_to_its_peak_and_falls_with_the_root_of_the_step():
 
 
 def test_constant_rises_to_its_peak_and_stays():
-    schedule = constant_schedule(0.5, warmup_steps=4)
+    schedule = warmup_constant_schedule(0.5, warmup_steps=4)
     np.testing.assert_allclose([schedule(step - 1) for step in (1, 2, 4, 5, 4000)], [0.125, 0.25, 0.5, 0.5, 0.5])
-    assert constant_schedule(0.5)(0) == 0.5
+    assert warmup_constant_schedule(0.5)(0) == 0.5
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -60,7 +60,7 @@ def test_config_chooses_the_schedule(schedule):
     expected = {
         "noam": noam_schedule(64, 7, 3.0),
         "inverse_sqrt": inverse_sqrt_schedule(0.25, 7),
-        "constant": constant_schedule(0.25, 7),
+        "constant": warmup_constant_schedule(0.25, 7),
     }[schedule]
     np.testing.assert_array_equal(make_schedule(config, 64)(np.arange(30)), expected(np.arange(30)))
 

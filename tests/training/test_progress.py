@@ -1,6 +1,7 @@
 """What a user sees of a training run, on a terminal and elsewhere."""
 
 import io
+import logging
 import struct
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.testing import log_lines
 from transformer_jax.training import metrics
 from transformer_jax.training.metrics import MetricsWriter, Progress
 from transformer_jax.types import UserError
@@ -18,13 +20,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_a_bar_with_all_figures(monkeypatch):
+def test_a_terminal_has_a_bar_with_all_figures_below_the_log(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
+    logger = logging.getLogger("transformer_jax")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(terminal)])  # as the command line configures it
     with Progress(2, 4) as progress:
         progress.advance()
         progress.show(3.25, 12345.6, 7e-4)
-        progress.say("a line of its own")
+        logging.getLogger("transformer_jax.training").warning("a line of its own")
         progress.advance()
     seen = terminal.getvalue()
     assert "a line of its own\n" in seen
@@ -32,28 +36,27 @@ def test_a_terminal_has_a_bar_with_all_figures(monkeypatch):
         assert figure in seen.rpartition("\r")[2]
 
 
-def test_compilation_does_not_count_for_the_time_left(monkeypatch, capsys):
+def test_compilation_does_not_count_for_the_time_left(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    with Progress(2, 12) as progress:
+    with log_lines() as lines, Progress(2, 12) as progress:
         now[0] = 1000.0
         progress.restart()
         now[0] += 20.0
         progress.advance()
         progress.advance()
         progress.show(1.0, 1.0, 1.0)
-    assert "01:20 left" in capsys.readouterr().err  # 8 steps of 10 s
+    assert "01:20 left" in lines[0]  # 8 steps of 10 s
 
 
-def test_elsewhere_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch, capsys):
+def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    with Progress(0, 4) as progress:
+    with log_lines() as lines, Progress(0, 4) as progress:
         for seconds in (10.0, 12.0, 20.0, 21.0):
             now[0] = seconds
             progress.advance()
             progress.show(1.0, 2.0, 3.0)
-    lines = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["step 1/4", "step 3/4", "step 4/4"]
     assert lines[0].endswith("00:30 left")
 
@@ -80,7 +83,7 @@ def test_tensorboard_has_the_same_figures_at_once_and_hides_what_a_resume_drops(
 
 
 def test_a_full_disk_is_said_and_waited_for_by_nobody(tmp_path, monkeypatch):
-    said = r"cannot write \S+: No space left on device. Make room, and the same command goes on"
+    said = r"cannot write \S+: No space left on device. Free disk space and run the same command again"
     full = open("/dev/full", "a")  # noqa: SIM115  it cannot be closed without an error either
     with pytest.raises(UserError, match=said):
         metrics._append(full, {"step": 1})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.model.embedding import OutputWeights, logits_from
-from transformer_jax.training.loss import cross_entropy, fused_linear_cross_entropy
+from transformer_jax.training.loss import LossSpec, cross_entropy, fused_linear_cross_entropy
 
 B, T, D, V = 3, 5, 4, 7
 
@@ -26,14 +26,14 @@ def example(has_bias, dtype="float64", pad_id=0):
 def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logits, smoothing):
     with jax.enable_x64(True):
         x, output, targets, weights = example(has_bias)
-        options = {"smoothing": smoothing, "mass": mass, "pad_id": 0}
+        spec = LossSpec(smoothing, mass, 0, max_logits)
 
         def in_parts(x, output):
-            found = fused_linear_cross_entropy(x, output, targets, weights, max_logits=max_logits, **options)
+            found = fused_linear_cross_entropy(x, output, targets, weights, spec)
             return 1.7 * found.loss_sum, found
 
         def at_once(x, output):
-            found = cross_entropy(logits_from(x, output), targets, weights, **options)
+            found = cross_entropy(logits_from(x, output), targets, weights, spec)
             return 1.7 * found.loss_sum, found
 
         (_, found), grads = jax.jit(jax.value_and_grad(in_parts, argnums=(0, 1), has_aux=True))(x, output)
@@ -52,7 +52,7 @@ def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
     rounded = x.astype(jnp.bfloat16)
 
     def loss(x, output, max_logits):
-        return fused_linear_cross_entropy(x, output, targets, weights, smoothing=0.1, max_logits=max_logits).loss_sum
+        return fused_linear_cross_entropy(x, output, targets, weights, LossSpec(max_logits=max_logits)).loss_sum
 
     value, grads = jax.value_and_grad(loss, argnums=(0, 1))(rounded, output, 2 * V)
     expected, expected_grads = jax.value_and_grad(loss, argnums=(0, 1))(x, output, None)
@@ -71,7 +71,9 @@ def test_no_more_logits_than_allowed_are_held():
 
     def temporary_bytes(max_logits):
         def loss(x, output, targets, weights):
-            return fused_linear_cross_entropy(x, output, targets, weights, max_logits=max_logits).loss_sum
+            return fused_linear_cross_entropy(
+                x, output, targets, weights, LossSpec(0.0, max_logits=max_logits)
+            ).loss_sum
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, output, targets, weights).compile()
         return compiled.memory_analysis().temp_size_in_bytes

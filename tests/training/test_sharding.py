@@ -137,14 +137,15 @@ def test_mesh_takes_what_is_left_for_data():
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (8, 2, 1), (-1, 3, 1), (-1, 16, 1), (1, 1, 1)])
 def test_axes_that_do_not_multiply_to_the_devices(sizes):
-    message = f"training.mesh_data {sizes[0]}, mesh_fsdp {sizes[1]} and mesh_tensor {sizes[2]} do not multiply to the 8"
+    values = "training.mesh_data={}, training.mesh_fsdp={} and training.mesh_tensor={}".format(*sizes)
+    message = f"{values} do not multiply to the 8 devices"
     with pytest.raises(UserError, match=message):
         make_mesh(*sizes)
 
 
 def test_an_axis_that_does_not_divide_names_both():
     tree = {"embedding": {"table": jax.ShapeDtypeStruct((37, 16), jnp.float32)}}
-    message = r"training.mesh_tensor 8 does not divide axis 0 of embedding/table, which has the shape \(37, 16\)"
+    message = r"training.mesh_tensor=8 does not divide axis 0 of embedding/table, which has the shape \(37, 16\)"
     with pytest.raises(UserError, match=message):
         tree_shardings(tree, make_mesh(1, 1, 8))
     assert tree_shardings(tree, make_mesh(1, 8, 1))["embedding"]["table"].spec == P("tensor", "fsdp")

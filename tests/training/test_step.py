@@ -14,6 +14,7 @@ from tiny_training import MODEL
 from transformer_jax.config import TrainingConfig
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.testing import assert_trees_close, assert_trees_identical, random_batch
+from transformer_jax.training.loss import LossSpec
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
 from transformer_jax.types import PAD_ID
@@ -34,7 +35,7 @@ def compiled(dropout=0.0, accumulate=1, smoothing=0.1, rate=None):
     )
     optimizer = make_optimizer(training, MODEL.d_model)
     step = partial(
-        train_step, model=make_model(dropout), optimizer=optimizer, smoothing=smoothing, accumulate=accumulate
+        train_step, model=make_model(dropout), optimizer=optimizer, loss=LossSpec(smoothing), accumulate=accumulate
     )
     return init_state(make_model(dropout), optimizer, init_rng(0)), jax.jit(step)
 

@@ -1,5 +1,6 @@
 """Write, find and read checkpoints: the only file that uses Orbax."""
 
+import json
 import logging
 import math
 import re
@@ -7,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,25 @@ from transformer_jax.checkpoint.manifest import (
     write_manifest,
 )
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.runtime.distributed import is_main_process, run_on_main
-from transformer_jax.runtime.files import atomic_dir, read_json, unfinished_dir
+from transformer_jax.runtime.distributed import is_main_process, on_main_process
+from transformer_jax.runtime.files import atomic_dir, read_json, to_json, unfinished_dir
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
 METRICS = "metrics/metrics"
 """File of a checkpoint's metrics, relative to the checkpoint."""
+
+
+_HISTORY = "validations"  # the item of a checkpoint that holds its ValidationHistory
+
+
+@dataclass(frozen=True)
+class ValidationHistory:
+    """The validations of a run up to a checkpoint, which decide when early stopping ends the run."""
+
+    figures: tuple[Mapping[str, float | None], ...] = ()
+    """One mapping per validation. None stands for a value that is not finite."""
+    is_pending: bool = False
+    """Whether the validation of the checkpoint's own step was cut short: resuming starts with it."""
 
 
 class Checkpoints:
@@ -65,23 +80,38 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(folder, options=options)
             self._resources = stack.pop_all()
 
-    def save(self, step: int, state: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Start to write `state`. The checkpoint is complete after `wait` or the next call. An existing step is kept.
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        history: ValidationHistory = ValidationHistory(),
+    ) -> None:
+        """Start to write `state`. The checkpoint is complete after `wait` or the next call.
+
+        An existing step is kept, except that a checkpoint with a pending validation is replaced by one without.
 
         Raises:
             UserError: The disk has no space for the checkpoint, or the previous one could not be written.
         """
+        is_replaced = False
         if step in self._manager.all_steps():
-            return
+            stored = read_history(self._run, step)
+            is_replaced = stored is not None and stored.is_pending and not history.is_pending
+            if not is_replaced:
+                return
         needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
         if is_main_process() and free < needed:
             raise UserError(
                 f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
                 f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
             )
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state))
+        item = json.loads(to_json({"figures": list(history.figures), "is_pending": history.is_pending}))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), **{_HISTORY: ocp.args.JsonSave(item)})
         with self._write_errors():
             self._manager.wait_until_finished()
+            if is_replaced:
+                self._manager.delete(step)
             self._saving = step
             self._manager.save(step, args=args, metrics=dict(metrics or {}))
 
@@ -148,6 +178,25 @@ def selection_score(metrics: Any, best_by: str) -> float:
     if value is None or math.isnan(value):
         return float("-inf")
     return value if best_by == "valid_bleu" else -value
+
+
+def read_history(run: RunDir, step: int) -> ValidationHistory | None:
+    """Return the validations up to a checkpoint, or None for a checkpoint from before they were stored in it.
+
+    Raises:
+        DamagedFileError: The file differs from the checkpoint's manifest.
+        UserError: The file does not hold validations.
+    """
+    checkpoint, name = run.checkpoints / str(step), f"{_HISTORY}/metadata"
+    if (checkpoint / MANIFEST).exists() and name in read_manifest(checkpoint):
+        verify(checkpoint, [name])
+    elif not (checkpoint / name).exists():
+        return None
+    try:
+        item = read_json(checkpoint / name)
+        return ValidationHistory(tuple(dict(row) for row in item["figures"]), bool(item["is_pending"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint / name}: not the validations of a run: {first_line(error)}") from error
 
 
 def checkpoint_steps(run: RunDir) -> list[int]:
@@ -284,11 +333,11 @@ def save_params(folder: Path, params: Params) -> None:
     """
     unfinished = unfinished_dir(folder)
     with ExitStack() as stack:
-        run_on_main(lambda: stack.enter_context(atomic_dir(folder, replace=True)))
+        on_main_process(stack.enter_context)(atomic_dir(folder, replace=True))
         with _orbax_path(unfinished / "state") as target, ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(target, {"params": params})
-        run_on_main(lambda: write_checkpoint_manifest(unfinished))
-        run_on_main(stack.close)
+        on_main_process(write_checkpoint_manifest)(unfinished)
+        on_main_process(stack.close)()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The command line: parsers only. `transformer-jax COMMAND ...`, and `train.py`."""
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -10,7 +11,7 @@ from typing import Any
 
 from transformer_jax.cli import experiments, models, pictures, runs, scores, translation
 from transformer_jax.cli.parsing import take_flag
-from transformer_jax.runtime.distributed import describe, is_main_process, is_multiprocess, leave
+from transformer_jax.runtime.distributed import abort, is_main_process, is_multiprocess, process_label
 from transformer_jax.runtime.environment import make_deterministic, tune_malloc, use_compilation_cache
 from transformer_jax.types import UserError, first_line
 
@@ -78,6 +79,10 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"transformer-jax: {given[0]!r} is no command; legal: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     warnings.showwarning = _show_warning
+    handler = logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("transformer_jax")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         status = COMMANDS[given[0]](given[1:])
         sys.stdout.flush()
@@ -89,7 +94,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         if is_multiprocess():
-            leave(1)
+            abort(1)
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
@@ -103,13 +108,15 @@ def main(args: Sequence[str] | None = None) -> int:
                 "say more; the same command in all processes goes on from the last checkpoint",
                 file=sys.stderr,
             )
-            leave(1)
+            abort(1)
         if show_traceback:
             raise
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         cure = "make room on the disk, and run it again" if is_full else "run again with --traceback to see where"
         print(f"error: {first_line(error)}\n{cure}", file=sys.stderr)
         return 1
+    finally:
+        logger.removeHandler(handler)
     return status or 0
 
 
@@ -119,7 +126,7 @@ def train_main() -> int:
 
 
 def _who() -> str:
-    return f"{describe()}: " if is_multiprocess() else ""
+    return f"{process_label()}: " if is_multiprocess() else ""
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

@@ -1,7 +1,6 @@
 """Parsers of the commands that repeat the paper's experiments: table3, parsing."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -57,7 +56,7 @@ def table3(args: list[str]) -> None:
     from transformer_jax.experiments.table3_runs import render, run_table3
 
     results = []
-    for result in run_table3(rows, base, parsed.workdir, lambda line: print(line, file=sys.stderr, flush=True)):
+    for result in run_table3(rows, base, parsed.workdir):
         results.append(result)
         if as_json and is_main_process():
             print(to_json(result), flush=True)

@@ -12,7 +12,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.cli.parsing import FlagConversionOff, arg, parse, take_flag
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.presets import load_recipe, numbers_config
-from transformer_jax.runtime.distributed import Cluster, join
+from transformer_jax.runtime.distributed import Cluster, initialize, is_main_process
 
 
 def train(args: list[str]) -> None:
@@ -43,14 +43,16 @@ def train(args: list[str]) -> None:
     )
     join_processes(parsed.cluster)
     from transformer_jax import run as commands
+    from transformer_jax.evaluation.report import say_result
 
-    commands.train(
+    outcome = commands.train(
         Config(**{item.name: getattr(parsed, item.name) for item in dataclasses.fields(Config)}),
         parsed.workdir,
-        lambda line: print(line, flush=True),
         profile=profile,
         strict=strict,
     )
+    if outcome.test is not None and is_main_process():
+        say_result(outcome.test, print)
 
 
 def _run_name(recipe: str) -> str:
@@ -59,8 +61,8 @@ def _run_name(recipe: str) -> str:
 
 
 def join_processes(cluster: Cluster) -> bool:
-    """`distributed.join`. Returns whether there are several."""
-    if not join(cluster):
+    """`distributed.initialize`. Returns whether there are several."""
+    if not initialize(cluster):
         return False
     # What libraries print, such as Gloo on CPUs, is not the command's output.
     sys.stdout.flush()

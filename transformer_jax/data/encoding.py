@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,8 +16,6 @@ from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.runtime.files import FolderInUseError, atomic_dir, file_sha256, read_json
 from transformer_jax.types import UserError
-
-logger = logging.getLogger(__name__)
 
 _FORMAT = 2  # of the cache; count up when the files or the filter change
 _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
@@ -136,7 +133,6 @@ def encode_pairs(
     report = None
     if keep is not None:
         report = FilterReport(len(pairs), empty, long, odd, keep.max_length, keep.max_length_ratio)
-        logger.info("%s: %s", pairs.origin, report)
         if not report.kept:
             raise UserError(
                 f"{pairs.origin}: no pair is left for training: {report}; check the files, or raise data.max_length "
@@ -160,7 +156,6 @@ def load_or_encode(
     directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"
     cached = _load(directory, config.model)
     if cached is not None:
-        logger.info("%s: %s", pairs.origin, cached.report or f"{len(cached)} pairs")
         return cached
     encoded = encode_pairs(pairs, tokenizers, config.model, keep)
     _save(encoded, directory)

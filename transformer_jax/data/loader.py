@@ -1,18 +1,22 @@
-"""Choose the batch plan of a run and prepare its batches ahead of the training step with Grain."""
+"""The training data of a run: batches as a pure function of their number, prepared ahead of the step with Grain."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import grain
+import numpy as np
 
 from transformer_jax.config import Config, ModelConfig
-from transformer_jax.data.batching import BatchPlan, Plan, choose_shapes, make_batch
+from transformer_jax.data.batching import BatchPlan, Plan, Rows, choose_shapes, make_batch
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.data.packing import PackedPlan
+from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
 
 def plan_batches(config: Config, encoded: EncodedPairs) -> Plan:
-    """The plan of a run's training batches."""
+    """Return the plan of a run's training batches."""
     data, seed = config.data, config.training.seed
     lengths = encoded.source_lengths, encoded.target_lengths
     if data.batching == "packed":
@@ -20,57 +24,67 @@ def plan_batches(config: Config, encoded: EncodedPairs) -> Plan:
     return BatchPlan(*lengths, choose_shapes(*lengths, data.batch_tokens, data.max_shapes), seed)
 
 
-class BatchSource:
-    """Global batches start to stop - 1 as a random-access source: item i is global batch start + i, or parts of it."""
+@dataclass(frozen=True)
+class TrainingData:
+    """The training batches of a run: batch i is a pure function of the encoded pairs, the plan and i.
 
-    def __init__(
-        self,
-        encoded: EncodedPairs,
-        plan: Plan,
-        model: ModelConfig,
-        start: int,
-        stop: int,
-        row_multiple: int = 1,
-        parts: RowParts = ALL_ROWS,
-    ) -> None:
-        if row_multiple % parts.num_parts:
-            raise ValueError(f"row_multiple {row_multiple} is not a multiple of the {parts.num_parts} parts")
-        self._encoded, self._plan, self._model = encoded, plan, model
-        self._start, self._stop = start, stop
-        self._row_multiple, self._parts = row_multiple, parts
-
-    def __len__(self) -> int:
-        return max(0, self._stop - self._start)
-
-    def __getitem__(self, index: int) -> Batch:
-        rows = self._plan.rows(self._start + int(index))
-        return make_batch(self._encoded, rows, self._model, self._row_multiple, self._parts)
-
-
-def batch_iterator(
-    encoded: EncodedPairs,
-    plan: Plan,
-    model: ModelConfig,
-    start: int,
-    stop: int,
-    row_multiple: int = 1,
-    prefetch: int = 8,
-    parts: RowParts = ALL_ROWS,
-) -> Iterator[Batch]:
-    """Global batches `start` to `stop - 1` in order, made up to `prefetch` ahead by two threads.
-
-    Args:
-        encoded: the training pairs.
-        plan: their order.
-        model: special ids, decoder start, source EOS.
-        start: global batches consumed already.
-        stop: global batches consumed at the end.
-        row_multiple: rows are rounded up to a multiple of it, with empty rows.
-        prefetch: batches made ahead; 1 or more.
-        parts: which rows of every batch this process gets; their number divides `row_multiple`.
+    Raises:
+        ValueError: The number of row parts does not divide `row_multiple`.
     """
-    source = BatchSource(encoded, plan, model, start, stop, row_multiple, parts)
-    if not len(source):
-        return iter(())
-    options = grain.ReadOptions(num_threads=min(2, prefetch), prefetch_buffer_size=prefetch)
-    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+    encoded: EncodedPairs
+    """The training pairs."""
+    plan: Plan
+    """Which pairs are in which batch."""
+    model: ModelConfig
+    """Special ids, vocabulary sizes, what the decoder reads first and whether the source ends with EOS."""
+    tokenizers: TokenizerPair | None = None
+    """Decode the pairs of a batch for a report. Without tokenizers a report has ids only."""
+    row_multiple: int = 1
+    """Rows are rounded up to a multiple of this number, with empty rows."""
+    parts: RowParts = ALL_ROWS
+    """The rows of every batch that this process gets."""
+    prefetch: int = 8
+    """Number of batches to prepare ahead, at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.row_multiple % self.parts.num_parts:
+            raise ValueError(f"row_multiple {self.row_multiple} is not a multiple of the {self.parts.num_parts} parts")
+
+    def batch(self, index: int) -> Batch:
+        """Return this process's rows of global batch `index`, from 0 on over all epochs."""
+        return make_batch(self.encoded, self.plan.rows(int(index)), self.model, self.row_multiple, self.parts)
+
+    def padding_batches(self) -> list[Batch]:
+        """Return one all-padding batch per shape in the plan, for ahead-of-time compilation."""
+        none = np.zeros(0, np.int64)
+        in_row = none if isinstance(self.plan, PackedPlan) else None
+        return [
+            make_batch(self.encoded, Rows(shape, none, in_row), self.model, self.row_multiple, self.parts)
+            for shape in self.plan.shapes
+        ]
+
+    def describe(self, index: int) -> list[dict[str, Any]]:
+        """Return the pairs of global batch `index` with number, text and ids, as the model reads them.
+
+        Pairs are numbered as in the encoded corpus, which does not count the pairs that were filtered out.
+        """
+        pairs = self.plan.rows(index).pairs.tolist()
+        described: list[dict[str, Any]] = [{"pair": pair} for pair in pairs]
+        tokenizers = self.tokenizers
+        for name, tokenizer, ids_of in (
+            ("source", tokenizers and tokenizers.source, self.encoded.source),
+            ("target", tokenizers and tokenizers.target, self.encoded.target),
+        ):
+            ids = [ids_of(pair).tolist() for pair in pairs]
+            texts = tokenizer.decode(ids) if tokenizer else None
+            for number, row in enumerate(described):
+                row |= ({name: texts[number]} if texts else {}) | {f"{name}_ids": ids[number]}
+        return described
+
+    def iterator(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yield global batches `start` to `stop - 1` in order, prepared up to `prefetch` ahead by two threads."""
+        if start >= stop:
+            return iter(())
+        options = grain.ReadOptions(num_threads=min(2, self.prefetch), prefetch_buffer_size=self.prefetch)
+        return iter(grain.MapDataset.range(start, stop).map(self.batch).to_iter_dataset(options))

@@ -22,9 +22,9 @@ from transformer_jax.evaluation.bleu import CorpusScores, check_tokenization, sc
 from transformer_jax.evaluation.scoring import MAX_TOKENS, check_lengths, score_pairs
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import gather
-from transformer_jax.training.loop import Evaluation, max_logits
+from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.sharding import gather_params, put_batch, row_multiple, row_parts
-from transformer_jax.training.step import eval_step
+from transformer_jax.training.step import eval_step, loss_spec
 from transformer_jax.types import ALL_ROWS, Batch, Params, RowParts
 
 
@@ -101,7 +101,7 @@ def evaluate_pairs(
     if len(translator.members) == 1:
         encoded = encode_pairs(pairs, tokenizers, config.model)
         check_lengths(encoded, pairs, config.model)
-        model, limit = Transformer(config.model), max_logits(config.training)
+        model, limit = Transformer(config.model), loss_spec(config.training).max_logits
         loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
     else:
         scored = score_pairs(translator, pairs)
@@ -144,7 +144,7 @@ def check_direction(translator: Translator, pairs: Pairs, most: int = 100) -> No
     for source, target in (sides, sides[::-1]):
         encoded = encode_pairs(Pairs(source, target, pairs.origin), tokenizers, config.model)
         check_lengths(encoded, pairs, config.model)
-        model, limit = Transformer(config.model), max_logits(config.training)
+        model, limit = Transformer(config.model), loss_spec(config.training).max_logits
         loss = corpus_loss(translator.params, _batches(encoded, config), model, max_logits=limit)
         losses.append(loss)
         unknown.append(int((encoded.target_ids == tokenizers.target.unk_id).sum()))
@@ -174,7 +174,7 @@ class Validation:
 
     def __call__(self, params: Params, step: int) -> Evaluation:
         """Figures and samples of these parameters."""
-        limit = max_logits(self._config.training, self._mesh)
+        limit = loss_spec(self._config.training, self._mesh).max_logits
         loss = corpus_loss(params, self._batches, self._model, self._mesh, limit)
         figures = {"valid_loss": loss, "valid_perplexity": perplexity(loss)}
         translations: Sequence[str] = []

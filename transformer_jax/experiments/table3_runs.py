@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,15 @@ from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.experiments.table3 import PAPER, ROWS, perplexity_of, table3_config
 from transformer_jax.model.transformer import count_parameters
-from transformer_jax.runtime.distributed import broadcast_from_main, run_on_main
+from transformer_jax.runtime.distributed import broadcast_from_main, main_process_logger, on_main_process
 from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLORS, drawing
 
+logger = main_process_logger(__name__)
 
-def run_table3(
-    rows: Sequence[str], base: Config, workdir: str | Path, say: commands.Say = print
-) -> Iterator[dict[str, Any]]:
+
+def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterator[dict[str, Any]]:
     """Trains rows around a base recipe, or goes on with them, and scores each on the validation split.
 
     A row's run is `workdir`/ROW. All have the steps of `base`, and no test split. Yields the figures of each as soon as
@@ -39,14 +38,14 @@ def run_table3(
     file = Path(workdir) / "table3.jsonl"
     for row, config in configs.items():
         run = Path(workdir) / row
-        say(f"--- row {row}")
-        outcome = commands.train(config, run, say)
-        if outcome is not None and outcome.interrupted_by:
+        logger.info("--- row %s", row)
+        outcome = commands.train(config, run)
+        if outcome.interrupted_by:
             return
         decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # with lists for tuples, as in the file
         asked = {"num_steps": config.training.num_steps, "valid": config.data.valid, "decoding": decoding}
         result = broadcast_from_main(_read(file).get(row))
-        if outcome is not None or result is None or result.get("asked") != asked:
+        if outcome.state is not None or result is None or result.get("asked") != asked:
             result = {
                 "row": row,
                 "change": _change(base, config),
@@ -55,7 +54,7 @@ def run_table3(
                 "paper": PAPER[row]._asdict(),
                 "asked": asked,
             }
-            run_on_main(partial(_add, file, result))
+            on_main_process(_add)(file, result)
         # What a row compiled is mapped into memory in thousands of places, of which a process may have 65,530.
         jax.clear_caches()
         yield result

@@ -19,6 +19,7 @@ from transformer_jax.model.feed_forward import FeedForward
 from transformer_jax.model.masks import padding_mask, target_mask
 from transformer_jax.model.normalization import LayerNorm
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.training.loss import LossSpec
 from transformer_jax.training.optimizer import make_optimizer, make_schedule
 from transformer_jax.training.step import TrainState, dropout_rng, train_step
 from transformer_jax.types import Batch, Params
@@ -133,8 +134,7 @@ def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Tra
             train_step,
             model=side.model,
             optimizer=optimizer,
-            smoothing=training.label_smoothing,
-            mass=training.label_smoothing_over,
+            loss=LossSpec(training.label_smoothing, training.label_smoothing_over),
         )
     )
     params = jax.tree.map(jnp.asarray, side.params)

@@ -1,10 +1,12 @@
-"""Several processes, on one machine or many, that work as one: how they start, agree, share results and end.
+"""Run several processes, on one machine or many, as one program: start, agree, share results and end.
 
-JAX's own runtime joins them (https://docs.jax.dev/en/latest/multi_process.html). In one process every function here
-does nothing, at no cost. All processes call those of them that say so, in the same order.
+JAX's own runtime connects the processes (https://docs.jax.dev/en/latest/multi_process.html). With one process every
+function here is free and does nothing. All processes call the functions that every process calls in the same order.
 """
 
+import functools
 import json
+import logging
 import os
 import socket
 import sys
@@ -12,44 +14,51 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from transformer_jax.types import UserError, first_line
 
 # jax is imported inside the functions, so that the command line can read its flags before jax starts.
 
+P = ParamSpec("P")
 T = TypeVar("T")
-_has_joined = False
 
 START_SECONDS = 300  # for all processes to start
-HEARTBEAT_SECONDS = 30  # a process that has not been heard of for so long is taken for dead
+HEARTBEAT_SECONDS = 30  # without a sign of life, after which a process counts as dead
 SHUTDOWN_SECONDS = 20  # for all processes to end
-SHARED_SECONDS = 30  # until a file that one host has made is seen by the others
+SHARED_SECONDS = 30  # for a file that one host wrote to appear on the other hosts
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which processes work together. Not needed for one process, nor where JAX recognizes the cluster: SLURM, Open MPI,
-    TPU pods, Kubernetes (docs/scaling.md). All three flags, or --num-processes 1 for a process of its own anywhere."""
+    """The processes that work together.
+
+    No flag is needed for a single process, nor where JAX recognizes the cluster: SLURM, Open MPI, TPU pods and
+    Kubernetes (docs/scaling.md). Elsewhere set all three flags. --num-processes 1 starts a single process anywhere.
+    """
 
     coordinator_address: str | None = None
-    """HOST:PORT at which the others reach process 0."""
+    """HOST:PORT at which the other processes reach process 0."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this is, from 0."""
+    """The number of this process, from 0."""
 
 
-def join(cluster: Cluster, environment: Mapping[str, str] = os.environ, timeout: float = START_SECONDS) -> bool:
-    """Connects this process with the others, before anything else asks for a device. Returns whether there are any.
+def initialize(cluster: Cluster, environment: Mapping[str, str] = os.environ, timeout: float = START_SECONDS) -> bool:
+    """Connect this process with the others, before anything else uses a device.
 
     Args:
-        cluster: from flags; where it says nothing, the environment decides.
-        environment: the variables that clusters set.
-        timeout: seconds for all to start.
+        cluster: The flags. Without flags the environment decides.
+        environment: The variables that cluster managers set.
+        timeout: Seconds for all processes to start.
+
+    Returns:
+        Whether there are several processes.
 
     Raises:
-        UserError: not all flags, values out of range, a cluster that JAX does not recognize, no contact in time.
+        UserError: Flags are missing or out of range, JAX does not recognize the cluster, or a process does not start
+            in time.
     """
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(cluster).items()}
     if cluster.num_processes == 1 and cluster.coordinator_address is None and not cluster.process_id:
@@ -61,7 +70,8 @@ def join(cluster: Cluster, environment: Mapping[str, str] = os.environ, timeout:
         return False
     import jax
 
-    # It takes SIGTERM away from Python. The training loop agrees on a signal by itself.
+    # JAX's preemption service, and so Orbax's reached_preemption, takes SIGTERM away from Python and knows neither
+    # Ctrl-C nor checkpoints that are due by the clock: PreemptionSync carries all three.
     jax.config.update("jax_enable_preemption_service", False)
     options: dict[str, Any] = {
         "initialization_timeout": int(timeout),
@@ -76,33 +86,32 @@ def join(cluster: Cluster, environment: Mapping[str, str] = os.environ, timeout:
         jax.distributed.initialize(**options)
     except (RuntimeError, ValueError, OSError) as error:
         if not is_explicit and "coordinator_address should be defined" in str(error):
-            return False  # a TPU machine that stands alone
+            return False  # a single TPU machine
         raise UserError(
-            f"the processes could not be joined within {timeout:g} s: {first_line(error)}; are all of them started, "
-            "can they reach process 0, and is its port free? --num-processes 1 starts a process of its own"
+            f"the processes could not be connected within {timeout:g} s: {first_line(error)}. Check that all of them "
+            "are started and can reach process 0. --num-processes 1 starts a single process"
         ) from error
-    global _has_joined
-    _has_joined = jax.process_count() > 1
-    return _has_joined
+    return jax.process_count() > 1
 
 
 def is_multiprocess() -> bool:
-    """Whether `join` found others."""
-    return _has_joined
+    """Return whether `initialize` connected this process with others. Starts neither JAX nor its devices."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def leave(status: int) -> NoReturn:
-    """Ends this process at once, without waiting for the others, who may be gone; they notice."""
+def abort(status: int) -> NoReturn:
+    """End this process at once, without waiting for the others, which may be gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
 def is_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether these variables say that there are several processes, in a way that JAX recognizes.
+    """Return whether environment variables describe several processes in a way that JAX recognizes.
 
     Raises:
-        UserError: there are several, but JAX could not tell which is which. Each would train alone, into one folder.
+        UserError: There are several processes but JAX cannot number them. Each would train alone, into one folder.
     """
 
     def number(name: str) -> int:
@@ -115,7 +124,7 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
         if "OMPI_MCA_orte_hnp_uri" in environment:
             return True
         raise UserError(
-            "this Open MPI (5 or later) does not tell JAX where process 0 is: add --coordinator-address HOST:PORT "
+            "Open MPI 5 and later does not tell JAX where process 0 is: add --coordinator-address HOST:PORT "
             "--num-processes $OMPI_COMM_WORLD_SIZE --process-id $OMPI_COMM_WORLD_RANK, or --num-processes 1"
         )
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -124,8 +133,8 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
         if importlib.util.find_spec("kubernetes"):
             return True
         raise UserError(
-            "this is a pod of an indexed Kubernetes job, and JAX needs the package kubernetes to find the others: "
-            'pip install "jax[k8s]", or give --coordinator-address, --num-processes and --process-id '
+            "this is a pod of an indexed Kubernetes job, and JAX needs the package kubernetes to find the other pods: "
+            'pip install "jax[k8s]", or set --coordinator-address, --num-processes and --process-id '
             "($JOB_COMPLETION_INDEX), or --num-processes 1"
         )
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
@@ -141,11 +150,11 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
 def _check(cluster: Cluster, given: Mapping[str, Any]) -> None:
     missing = [flag for flag, value in given.items() if value is None]
     if missing:
-        there = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-        raise UserError(f"{' and '.join(there)} without {' and '.join(missing)}: the three go together")
+        present = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+        raise UserError(f"{' and '.join(present)} without {' and '.join(missing)}: set all three flags")
     host, _, port = str(cluster.coordinator_address).rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--coordinator-address is {cluster.coordinator_address!r}; HOST:PORT is needed")
+        raise UserError(f"--coordinator-address is {cluster.coordinator_address!r}; it must be HOST:PORT")
     count, number = cluster.num_processes or 0, cluster.process_id or 0
     if count < 1:
         raise UserError(f"--num-processes is {count}; it must be at least 1")
@@ -154,7 +163,7 @@ def _check(cluster: Cluster, given: Mapping[str, Any]) -> None:
 
 
 def _wait_for(address: str, timeout: float) -> None:
-    """Until something listens there: JAX's own client ends the program if nothing does."""
+    """Wait until something listens at the address: JAX's own client ends the program if nothing does."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + timeout
     while True:
@@ -164,28 +173,42 @@ def _wait_for(address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() >= end:
                 raise UserError(
-                    f"--coordinator-address {address}: not reached within {timeout:g} s ({error.strerror or error}); "
-                    "is process 0 started there, and is the port open?"
+                    f"--coordinator-address {address}: not reached within {timeout:g} s ({error.strerror or error}). "
+                    "Check that process 0 is started there and that the port is open"
                 ) from error
         time.sleep(0.2)
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that writes what is written once."""
+    """Return whether this is process 0, which writes what is written once."""
     import jax
 
     return jax.process_index() == 0
 
 
-def describe() -> str:
-    """`process 1 of 2`, or nothing in one process."""
+def process_label() -> str:
+    """Return `process 1 of 2`, or an empty string for a single process."""
     import jax
 
     return f"process {jax.process_index()} of {jax.process_count()}" if jax.process_count() > 1 else ""
 
 
+def main_process_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
+    """Return a logger that logs in process 0 only."""
+    return _MainProcessLogger(logging.getLogger(name))
+
+
+class _MainProcessLogger(logging.LoggerAdapter[logging.Logger]):
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802  the name is the standard library's
+        return super().isEnabledFor(level) and is_main_process()
+
+
+# jax.experimental.multihost_utils moves arrays. The three functions below move text and JSON with it, and name the
+# process that differs, which its assert_equal does not.
+
+
 def gather(value: Any) -> list[Any]:
-    """What each process gives, a JSON value, in their order. All call it."""
+    """Return the JSON values of all processes, in their order. Every process calls this function."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -199,7 +222,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """What the first process gives, a JSON value; what the others give does not count. All call it."""
+    """Return the JSON value of process 0. Every process calls this function; the values of the others are ignored."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -211,8 +234,20 @@ def broadcast_from_main(value: Any) -> Any:
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(_padded(data, size))[:size]))
 
 
+def check_same(what: str, value: str) -> None:
+    """Check that a text is the same in every process. Every process calls this function.
+
+    Raises:
+        UserError: It is not.
+    """
+    values = gather(value)
+    differing = [str(number) for number, text in enumerate(values) if text != values[0]]
+    if differing:
+        raise UserError(f"{what} of process {', '.join(differing)} differs from that of process 0: it must be the same")
+
+
 def _padded(data: bytes, size: int) -> Any:
-    """Bytes as an array of one of few lengths, because each length is compiled."""
+    """Turn bytes into an array of one of few lengths, because XLA compiles each length."""
     import numpy as np
 
     array = np.zeros(max(64, 1 << (size - 1).bit_length()), np.uint8)
@@ -220,138 +255,145 @@ def _padded(data: bytes, size: int) -> Any:
     return array
 
 
-def together(act: Callable[[], T]) -> T:
-    """`act` in every process; where it fails in one, all fail. All call it; `act` itself must speak to no other.
+def collective(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function fail in every process if it fails in one. Every process calls it.
+
+    The function itself must not call a collective: it may have failed before.
 
     Raises:
-        UserError: it failed in another process, which is named.
+        UserError: The function failed in another process, which the message names.
     """
-    import jax
 
-    if jax.process_count() == 1:
-        return act()
-    result, failure = None, None
-    try:
-        result = act()
-    except Exception as error:
-        failure = error
-    said = gather(None if failure is None else str(failure) if isinstance(failure, UserError) else first_line(failure))
-    if failure is not None:
-        raise failure
-    for number, message in enumerate(said):
-        if message is not None:
-            raise UserError(f"process {number} of {jax.process_count()} failed: {message}")
-    return result  # type: ignore[return-value]
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        import jax
 
+        if jax.process_count() == 1:
+            return function(*args, **kwargs)
+        result, failure = None, None
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:
+            failure = error
+        message = str(failure) if isinstance(failure, UserError) else failure and first_line(failure)
+        messages = gather(message)
+        if failure is not None:
+            raise failure
+        for number, message in enumerate(messages):
+            if message is not None:
+                raise UserError(f"process {number} of {jax.process_count()} failed: {message}")
+        return result  # type: ignore[return-value]  # of type T, because the function did not fail
 
-def main_process_first(act: Callable[[], T]) -> T:
-    """`act` in the first process, and after it in the others, which so find the files that it has written. As
-    `together` else."""
-    import jax
-
-    if jax.process_count() == 1:
-        return act()
-    result = together(lambda: act() if is_main_process() else None)
-    return together(lambda: result if is_main_process() else act())  # type: ignore[return-value]
+    return wrapped
 
 
-def run_on_main(act: Callable[[], object]) -> None:
-    """`act` in the first process, for which the others wait. As `together` else."""
-    together(lambda: act() if is_main_process() else None)
+def main_process_first(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a `collective` function run in process 0 and then in the others, which find the files that it wrote."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        import jax
+
+        if jax.process_count() == 1:
+            return function(*args, **kwargs)
+        call = functools.partial(function, *args, **kwargs)
+        result = collective(lambda: call() if is_main_process() else None)()
+        return collective(lambda: result if is_main_process() else call())()  # type: ignore[return-value]  # never None
+
+    return wrapped
 
 
-def check_same(what: str, value: str) -> None:
-    """All call it with a text that must be the same in every process.
+def on_main_process(function: Callable[P, object]) -> Callable[P, None]:
+    """Make a `collective` function run in process 0 only. The other processes wait for it and return None."""
 
-    Raises:
-        UserError: it is not.
-    """
-    values = gather(value)
-    others = [str(number) for number, other in enumerate(values) if other != values[0]]
-    if others:
-        raise UserError(f"{what} of process {', '.join(others)} differs from that of process 0: it must be the same")
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        call = functools.partial(function, *args, **kwargs)
+        collective(lambda: call() if is_main_process() else None)()
+
+    return wrapped
 
 
 def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
-    """Whether all processes see the same folder. All call it.
+    """Check that all processes see the same folder. Every process calls this function.
 
     Raises:
-        UserError: one does not see a file that the first has written there.
+        UserError: A process does not see a file that process 0 wrote there.
     """
     import jax
 
     if jax.process_count() == 1:
         return
     mark = folder / f".seen-by-all-{broadcast_from_main(os.urandom(8).hex())}"
-    run_on_main(mark.touch)
+    on_main_process(mark.touch)()
 
-    def look() -> None:
+    @collective
+    def wait_for_mark() -> None:
         end = time.monotonic() + timeout
         while not mark.exists():  # NFS may be late
             if time.monotonic() >= end:
                 raise UserError(
-                    f"{socket.gethostname()} does not see what process 0 wrote into {folder}: the run's folder must "
-                    "lie on a file system that all hosts share"
+                    f"{socket.gethostname()} does not see what process 0 wrote into {folder}: put the run's folder on "
+                    "a file system that all hosts share"
                 )
             time.sleep(0.2)
 
     try:
-        together(look)
+        wait_for_mark()
     finally:
         if is_main_process():
             mark.unlink(missing_ok=True)
 
 
 class ControlFlags(NamedTuple):
-    """What the processes of a training ask for between two steps."""
+    """What a process requests between two training steps."""
 
     signal: int = 0
-    """The number of the signal that one of them got; 0: none."""
+    """The number of the signal that the process received. 0 before one arrives."""
     save: bool = False
-    """Whether the first finds a checkpoint due."""
+    """Whether a checkpoint is due. Only process 0 decides this."""
 
 
 class PreemptionSync:
-    """What any process asks for, heard by all between the same two steps.
+    """Agree between processes, without waiting, to stop or to save after the same step.
 
-    Nobody waits: a step takes along what is asked before it (`put`), and gives back the most that was asked in any
-    process (`add`), which is read one step later (`hear`), so that there is no collective besides the step's. In one
-    process all is heard at once.
+    Each step carries the local flags and returns their maximum over processes, read one step later, so there is no
+    collective besides those of the step. In a single process flags take effect at once.
 
     Args:
-        mesh: of the step.
+        mesh: The mesh of the step.
     """
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
         self._carried: list[Any] = []
 
-    def put(self, mine: ControlFlags) -> Any:
-        """`devices 2` int32 for the next step, which gives back its maximum over the devices; None in one process."""
+    def pack(self, local: ControlFlags) -> Any:
+        """Return the local flags as `devices 2` int32, an argument of the next step. None in a single process."""
         import jax
         import numpy as np
 
         if jax.process_count() == 1:
             return None
-        row = [[mine.signal, mine.save and is_main_process()]]
+        row = [[local.signal, local.save and is_main_process()]]
         rows = np.tile(np.array(row, np.int32), (jax.local_device_count(), 1))
         spec = jax.sharding.PartitionSpec(self._mesh.axis_names)
         return jax.make_array_from_process_local_data(jax.sharding.NamedSharding(self._mesh, spec), rows)
 
-    def add(self, carried: Any) -> None:
-        """What a step gave back."""
+    def push(self, carried: Any) -> None:
+        """Take the maximum over the devices that a step returned."""
         self._carried.append(carried)
 
-    def forget(self) -> None:
-        """What is on the way was asked before a save that has just been made. A signal is asked for again."""
+    def clear(self) -> None:
+        """Drop the requests in flight after a save. A signal that was dropped is sent again with the next step."""
         self._carried = [ControlFlags() for _ in self._carried]
 
-    def hear(self, mine: ControlFlags) -> ControlFlags:
-        """What was asked before the last step but one; in one process what it asks now."""
+    def poll(self, local: ControlFlags) -> ControlFlags:
+        """Return the flags of the step before the last one, or in a single process the local flags."""
         import jax
 
         if jax.process_count() == 1:
-            return mine
+            return local
         if len(self._carried) < 2:
             return ControlFlags()
         signal, save = jax.device_get(self._carried.pop(0))

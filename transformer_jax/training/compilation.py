@@ -1,59 +1,61 @@
-"""Compiling the training step for each batch shape before the first step, not in the middle of the training."""
+"""Compile the training step for every batch shape before the first step, not in the middle of training."""
 
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
+from transformer_jax.runtime.distributed import main_process_logger
 from transformer_jax.types import Batch
+
+logger = main_process_logger(__name__)
 
 
 class CompiledStep:
-    """A jitted step `(state, batch, rng) -> ...`, compiled once a batch shape.
+    """A jitted step `(state, batch, controls) -> ...`, compiled once per batch shape.
 
     Args:
-        step: from `jax.jit`.
-        state: a state like those it will be called with.
-        rng: a key like those.
-        warmup_batches: one batch per shape, on the devices. Other shapes are compiled when they first occur, with a
-            warning unless `warmup_batches` is empty.
-        say: called with a line for each shape that is compiled.
+        step: From `jax.jit`.
+        state: A state with the shapes and shardings of those that the step is called with.
+        controls: The third argument of the step, likewise.
+        warmup_batches: One batch per shape, on the devices. A shape that is missing here is compiled when it first
+            occurs, with a warning unless `warmup_batches` is empty.
     """
 
-    def __init__(
-        self, step: Any, state: Any, rng: Any, warmup_batches: Sequence[Batch], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, step: Any, state: Any, controls: Any, warmup_batches: Sequence[Batch]) -> None:
         self._step = step
         self._compiled: dict[tuple[Any, ...], Any] = {}
-        self._is_announced = bool(warmup_batches)
+        self._is_warmed_up = bool(warmup_batches)
         start = time.monotonic()
-        # XLA lets go of Python's lock while it compiles.
+        # XLA releases Python's lock while it compiles.
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
             waiting: dict[Future[Any], Batch] = {
-                threads.submit(step.lower(state, batch, rng).compile): batch for batch in warmup_batches
+                threads.submit(step.lower(state, batch, controls).compile): batch for batch in warmup_batches
             }
             for number, future in enumerate(as_completed(waiting), 1):
                 batch = waiting[future]
                 self._compiled[_shapes(batch)] = future.result()
                 seconds = time.monotonic() - start
-                say(f"compiled {number} of {len(warmup_batches)}, {_describe(batch)}, after {seconds:.1f} s")
+                logger.info(
+                    "compiled %d of %d, %s, after %.1f s", number, len(warmup_batches), _describe_shape(batch), seconds
+                )
 
-    def __call__(self, state: Any, batch: Batch, rng: Any) -> Any:
-        """One step."""
+    def __call__(self, state: Any, batch: Batch, controls: Any) -> Any:
+        """Run one step."""
         compiled = self._compiled.get(_shapes(batch))
         if compiled is None:
-            if self._is_announced:
-                warnings.warn(f"{_describe(batch)} was not warmup_batches and compiles now", stacklevel=2)
-            compiled = self._compiled[_shapes(batch)] = self._step.lower(state, batch, rng).compile()
-        return compiled(state, batch, rng)
+            if self._is_warmed_up:
+                warnings.warn(f"{_describe_shape(batch)} is not among the warmup batches: compiling now", stacklevel=2)
+            compiled = self._compiled[_shapes(batch)] = self._step.lower(state, batch, controls).compile()
+        return compiled(state, batch, controls)
 
 
 def _shapes(batch: Batch) -> tuple[Any, ...]:
     return tuple(None if array is None else array.shape for array in batch)
 
 
-def _describe(batch: Batch) -> str:
+def _describe_shape(batch: Batch) -> str:
     rows, src_length = batch.src.shape
     return f"{rows} rows of {src_length} + {batch.tgt_in.shape[1]} tokens"

@@ -1,11 +1,11 @@
-"""A generator of random bits that costs a few instructions a number: dropout asks for many and is not particular.
+"""A cheap counter-based generator of random bits for dropout, which needs many bits of modest quality.
 
-It is a JAX key type like any other: `jax.random.bernoulli`, and so `flax.linen.Dropout`, take its keys, and number i of
+Its keys are an ordinary JAX key type: `jax.random.bernoulli`, and so `flax.linen.Dropout`, accept them, and number i of
 an array depends on the key and on i alone, however the array is sharded. A key is two 32-bit words; number i is a hash
-of both and of i. The hash is made of rounds that multiply and shift, as in C. Wellons' `lowbias32` (hash-prospector);
-the second word enters in the middle, so that two keys do not give the same numbers in another order.
+of both words and of i. The hash multiplies and shifts in rounds, as C. Wellons' `lowbias32` (hash-prospector) does. The
+second word enters in the middle, so that two keys do not give the same numbers in another order.
 
-Not for cryptography, and not for where the 2^32 numbers of a key could run out.
+The generator is not for cryptography, nor for uses that could exhaust the 2^32 numbers of a key.
 """
 
 import math
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 from jaxtyping import Array, UInt32
 
-_GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: an odd number without pattern
+_GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: an odd number without a pattern
 
 
 def _round(x: UInt32[Array, "..."], shift: int, factor: int) -> UInt32[Array, "..."]:
@@ -25,13 +25,13 @@ def _round(x: UInt32[Array, "..."], shift: int, factor: int) -> UInt32[Array, ".
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Every bit of the input changes about half of the bits of the output."""
+    """Hash a number so that every bit of the input changes about half of the bits of the output."""
     x = _round(_round(x, 16, 0x7FEB352D), 15, 0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
 
 
 def _fold_in(key: UInt32[Array, "2"], data: Any) -> UInt32[Array, "2"]:
-    """Another key for each number: for a given number no two keys become one."""
+    """Derive a key per number. For a fixed number the map from key to key is one-to-one."""
     first = _mix(key[0] ^ _mix(jnp.asarray(data).astype(jnp.uint32) + jnp.uint32(_GOLDEN)))
     second = _mix(key[1] + first)
     return jnp.stack([_mix(first ^ second), second])
@@ -45,13 +45,13 @@ def _seed(seed: Array) -> UInt32[Array, "2"]:
 
 def _split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> UInt32[Array, "*shape 2"]:
     numbers = jnp.arange(math.prod(shape), dtype=jnp.uint32)
-    # Not the keys of fold_in: those that are split off lie behind one more fold.
+    # One more fold than in _fold_in, so that the keys of split differ from those of fold_in.
     keys = jax.vmap(partial(_fold_in, _fold_in(key, jnp.uint32(_GOLDEN))))(numbers)
     return keys.reshape(*shape, 2)
 
 
 def _element_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """0, 1, 2, ... in row-major order; from a counter for each axis, so that each device makes its own."""
+    """Number the elements in row-major order, from a counter per axis, so that each device makes its own numbers."""
     number = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):

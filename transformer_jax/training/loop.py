@@ -1,11 +1,12 @@
-"""The training loop: reads top to bottom."""
+"""The training loop: resume, train, log, validate, save and stop."""
 
+import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -15,9 +16,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from transformer_jax.checkpoint.checkpoint import Checkpoints
-from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.checkpoint.checkpoint import (
+    Checkpoints,
+    ValidationHistory,
+    checkpoint_steps,
+    read_history,
+    selection_score,
+)
+from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
 from transformer_jax.config import Config, TrainingConfig
+from transformer_jax.data.loader import TrainingData
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import (
     ControlFlags,
@@ -25,11 +33,12 @@ from transformer_jax.runtime.distributed import (
     broadcast_from_main,
     gather,
     is_main_process,
+    main_process_logger,
 )
+from transformer_jax.runtime.files import to_json
 from transformer_jax.training.compilation import CompiledStep
-from transformer_jax.training.divergence import Divergence, Sentences
-from transformer_jax.training.early_stopping import EarlyStopping, validations_of
-from transformer_jax.training.metrics import MetricsWriter, Profile, Progress
+from transformer_jax.training.divergence import Divergence
+from transformer_jax.training.metrics import Evaluation, MetricsFetcher, MetricsWriter, Profile, Progress
 from transformer_jax.training.optimizer import eval_params, make_optimizer, make_schedule, update_count
 from transformer_jax.training.sharding import (
     batch_sharding,
@@ -37,199 +46,124 @@ from transformer_jax.training.sharding import (
     put_batch,
     put_params,
     replicated,
-    row_multiple,
     tree_shardings,
 )
-from transformer_jax.training.step import Metrics, TrainState, dropout_rng, init_rng, init_state, train_step
-from transformer_jax.types import Batch, Params
+from transformer_jax.training.step import Metrics, TrainState, dropout_rng, init_rng, init_state, loss_spec, train_step
+from transformer_jax.types import Batch, Params, printable
 
+logger = main_process_logger(__name__)
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What a validation found."""
-
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures such as `valid_loss` and `valid_bleu`."""
-    samples: Sequence[Mapping[str, str]] = ()
-    """Sample translations: `source`, `reference`, `translation`."""
+Evaluate = Callable[[Params, int], Evaluation]
+"""Validate parameters after a step."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call of `fit` ended."""
+    """How a training run ended."""
 
-    state: TrainState
     step: int
+    """Number of steps done."""
+    state: TrainState | None = None
+    """The state after the last step. None if every step had been done before."""
     interrupted_by: str | None = None
-    """The name of the signal that ended it, if one did, in whichever process."""
+    """The name of the signal that stopped the run in any process."""
     stopped_early: bool = False
-    """Whether it ended because validations got no better."""
+    """Whether validations stopped improving."""
+    test: Mapping[str, Any] | None = None
+    """The figures on the test split. None before the run is finished and for a run without a test split."""
 
 
 def fit(
     config: Config,
     run: RunDir,
     mesh: Mesh,
-    batches_from: Callable[[int], Iterator[Batch]],
-    evaluate: Callable[[Params, int], Evaluation],
+    data: TrainingData,
+    evaluate: Evaluate,
     initial_params: Params | None = None,
     *,
-    warmup_batches: Sequence[Batch] = (),
     profile: bool = False,
-    sentences: Sentences = lambda index: (),
 ) -> Outcome:
-    """Trains until `training.num_steps`, from where the run's last checkpoint stands.
+    """Train from the run's last checkpoint until `training.num_steps`.
 
-    With several processes, all call it alike. They stop and save after the same steps, and the first one alone writes
-    metrics and samples and says how far it is.
+    With several processes, all of them call this function. They stop and save after the same steps; process 0 writes
+    metrics and samples and logs progress.
 
     Args:
-        config: the run's configuration.
-        run: the folder that checkpoints, metrics and samples go to.
-        mesh: the devices.
-        batches_from: the global batches from this position on (this process's rows of them).
-        evaluate: called with the parameters and the step, `training.validate_every` steps apart and after the last.
-        initial_params: what a fresh run starts from, instead of random parameters.
-        warmup_batches: a batch of each shape that will come: their steps are compiled before the first one.
-        profile: whether to trace some steps into the run's `profile/`.
-        sentences: the sentence pairs of a global batch, for the report on a step that is not finite.
+        config: The run's configuration.
+        run: The folder for checkpoints, metrics and samples.
+        mesh: The devices.
+        data: The training batches.
+        evaluate: Called every `training.validate_every` steps and after the last step.
+        initial_params: Parameters to start a fresh run from. None draws random parameters.
+        profile: Whether to trace a few steps into the run's `profile/`.
 
     Raises:
-        UserError: the loss or the gradient is not finite, and `training.on_divergence` says stop or too many such
-            steps were skipped; the last checkpoint is from before that.
+        UserError: The loss or the gradient is not finite, and `training.on_divergence` is "stop" or too many
+            consecutive steps were skipped. The last checkpoint predates that step.
     """
     training = config.training
-    model = Transformer(config.model)
-    optimizer = make_optimizer(training, config.model.d_model)
-    schedule = make_schedule(training, config.model.d_model)
-    make_rng = partial(dropout_rng, training.seed, training.dropout_generator)
-    rng = jax.jit(make_rng, out_shardings=replicated(mesh))()
-
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
     state = _first_state(config, mesh, checkpoints, initial_params)
-    step = int(state.step)
-
-    requests, asked, stops = PreemptionSync(mesh), ControlFlags(), training.on_divergence == "stop"
-
-    def step_and_rate(state: TrainState, batch: Batch, others: Any) -> tuple[TrainState, Any, Any]:
-        rng, proceed, all_asked = others
-        new_state, metrics = train_step(
-            state,
-            batch,
-            rng,
-            model=model,
-            optimizer=optimizer,
-            smoothing=training.label_smoothing,
-            mass=training.label_smoothing_over,
-            accumulate=training.accumulate,
-            max_logits=max_logits(training, mesh),
-            proceed=proceed,
-            gather_params=partial(gather_over_fsdp, mesh=mesh),
-        )
-        rate = schedule(update_count(state.opt_state))
-        return new_state, (metrics, rate), None if all_asked is None else all_asked.max(axis=0)
-
-    jitted_step = jax.jit(
-        step_and_rate,
-        in_shardings=(jax.tree.map(lambda x: x.sharding, state), batch_sharding(mesh), None),
-        out_shardings=(jax.tree.map(lambda x: x.sharding, state), replicated(mesh), replicated(mesh)),
-        donate_argnums=0,
-    )
-
-    divergence = Divergence(config, run, rng, sentences, max_logits(training, mesh))
-    # After a step that is not finite those that come before it is noticed change nothing, if the run is to stop: so the
-    # parameters of that step are still there to be looked into. The device hands this on; nobody waits for it.
-    proceed = jax.device_put(np.bool_(True), replicated(mesh))
-    writer = MetricsWriter(run, step, is_main_process())
-    earlier = broadcast_from_main(validations_of(run, training.best_by) if is_main_process() else [])
-    patience = EarlyStopping(training.patience, training.best_by, earlier)
+    step, history = int(state.step), _earlier_validations(run, training.best_by)
+    rng, sync = _dropout_rng(training, mesh), PreemptionSync(mesh)
+    update_enabled = jax.device_put(np.bool_(True), replicated(mesh))
     with (
         Progress(step, training.num_steps, is_main_process()) as progress,
-        _Signals() as signals,
-        closing(writer),
-        closing(Profile(run.profile if profile and is_main_process() else None, step + 1, progress.say)) as tracing,
-        closing(checkpoints),  # whatever happens, a checkpoint that was started becomes whole
+        StopSignals() as signals,
+        closing(MetricsWriter(run, step, is_main_process())) as writer,
+        closing(Profile(run.profile if profile and is_main_process() else None, step + 1)) as tracing,
+        closing(checkpoints),  # completes a checkpoint that is being written, whatever happens
     ):
-        compiled_step = CompiledStep(
-            jitted_step,
-            state,
-            (rng, proceed, requests.put(asked)),
-            [put_batch(batch, mesh) for batch in warmup_batches],
-            progress.say,
-        )
+        controls = rng, update_enabled, sync.pack(ControlFlags())
+        compiled_step = _compile_step(config, mesh, state, controls, data.padding_batches())
+        divergence = Divergence(config, run, rng, data.describe, loss_spec(training, mesh))
+        recorder = _Recorder(training, state, history, checkpoints, writer, divergence, evaluate)
 
-        def on_not_finite(step: int, problem: str, batch: Batch) -> None:
-            in_a_row = divergence.handle(step, problem, batch, state.params)
-            writer.write(step, {"skipped": float(in_a_row)})
-            progress.say(f"step {step} skipped: {problem}")
+        def local_flags() -> ControlFlags:
+            return ControlFlags(signals.received, recorder.is_save_due())
 
-        watch = _Watch(on_not_finite)
-        last_saved, last_save_time = step, time.monotonic()
+        if history.is_pending:
+            recorder.save(step, recorder.validate(step))
         progress.restart()
-        batches = batches_from(step)
-
-        def ask() -> ControlFlags:
-            return ControlFlags(signals.received, time.monotonic() - last_save_time >= training.checkpoint_seconds)
-
-        while step < training.num_steps and not patience.should_stop() and not (asked := requests.hear(ask())).signal:
+        batches = data.iterator(step, training.num_steps)
+        while step < training.num_steps and not recorder.should_stop_early():
+            flags = sync.poll(local_flags())
+            if flags.signal:
+                break
             tracing.before(step + 1)
             batch = put_batch(next(batches), mesh)
-            state, reported, carried = compiled_step(state, batch, (rng, proceed, requests.put(ask())))
+            controls = rng, update_enabled, sync.pack(local_flags())
+            state, reported, carried_flags = compiled_step(state, batch, controls)
             step += 1
-            requests.add(carried)
-            if stops:
-                proceed = reported[0].updated
+            sync.push(carried_flags)
+            if training.on_divergence == "stop":  # steps after one that is not finite change nothing
+                update_enabled = reported[0].updated
             tracing.after(step, reported)
-            watch.add(step, batch, *reported)
+            recorder.add(step, state, batch, *reported)
             progress.advance()
 
-            if step % training.log_every == 0 or step == training.num_steps:
-                row = watch.row()
-                if row is not None:
-                    writer.write(step, row)
-                    progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
-
             is_last = step == training.num_steps
-            figures: Mapping[str, float] = {}
-            if step % training.validate_every == 0 or is_last:
-                watch.check_all()
-                with watch.paused():
-                    try:
-                        evaluation = evaluate(eval_params(state), step)
-                    except BaseException:
-                        if jax.process_count() == 1:  # the others may not have come to this
-                            checkpoints.save(step, state)  # the steps were good, whatever the evaluation ran into
-                        raise
-                    figures = evaluation.metrics
-                    patience.add(figures)
-                    if figures:
-                        writer.write(step, figures)
-                        writer.write_samples(step, evaluation.samples)
-                        progress.say(_describe(step, evaluation))
-            is_due = step % training.checkpoint_every == 0 or bool(figures)
-            if is_due or is_last or asked.save:
-                watch.check_all()  # so that no checkpoint holds a state that is not finite
-                checkpoints.save(step, state, figures)
-                last_saved, last_save_time = step, time.monotonic()
-                requests.forget()
+            if step % training.log_every == 0 or is_last:
+                recorder.log(step, progress)
+            figures = recorder.validate(step) if is_last or step % training.validate_every == 0 else {}
+            if figures or is_last or flags.save or step % training.checkpoint_every == 0:
+                recorder.save(step, figures)
+                sync.clear()
 
-        watch.check_all()
-        if last_saved != step:
-            checkpoints.save(step, state)
-        received = max(gather(signals.received))
-    return Outcome(state, step, signal.Signals(received).name if received else None, patience.should_stop())
+        recorder.finish(step)
+        interrupted_by = signals.name_in_any_process()
+    return Outcome(step, state, interrupted_by, recorder.should_stop_early())
 
 
-def max_logits(training: TrainingConfig, mesh: Mesh | None = None) -> int:
-    """The most logits to hold at a time over the devices that share the rows (None: one): `loss_chunk_mb`."""
-    return training.loss_chunk_mb * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
+def _dropout_rng(training: TrainingConfig, mesh: Mesh) -> Array:
+    make_rng = partial(dropout_rng, training.seed, training.dropout_generator)
+    return jax.jit(make_rng, out_shardings=replicated(mesh))()
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
-    """The last checkpoint's state, or a fresh one, on the mesh."""
+    """Return the last checkpoint's state, or a fresh one, sharded over the mesh."""
     model = Transformer(config.model)
-    optimizer = make_optimizer(config.training, config.model.d_model)
-    make = partial(init_state, model, optimizer)
+    make = partial(init_state, model, make_optimizer(config.training, config.model.d_model))
     abstract = jax.eval_shape(make, init_rng(config.training.seed))
     shardings = tree_shardings(abstract, mesh)
     latest = checkpoints.latest_step()
@@ -244,106 +178,204 @@ def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_p
     return state
 
 
-def _describe(step: int, evaluation: Evaluation) -> str:
+def _compile_step(
+    config: Config, mesh: Mesh, state: TrainState, controls: Any, warmup_batches: Sequence[Batch]
+) -> CompiledStep:
+    """Compile `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`.
+
+    `controls` holds the dropout key, whether updates are enabled, and the control flags that the step carries.
+    """
+    training = config.training
+    optimizer = make_optimizer(training, config.model.d_model)
+    schedule = make_schedule(training, config.model.d_model)
+    step = partial(
+        train_step,
+        model=Transformer(config.model),
+        optimizer=optimizer,
+        loss=loss_spec(training, mesh),
+        accumulate=training.accumulate,
+        gather_params=partial(gather_over_fsdp, mesh=mesh),
+    )
+
+    def step_with_controls(state: TrainState, batch: Batch, controls: Any) -> tuple[TrainState, Any, Array | None]:
+        rng, update_enabled, flags = controls
+        new_state, metrics = step(state, batch, rng, update_enabled=update_enabled)
+        learning_rate = schedule(update_count(state.opt_state))
+        return new_state, (metrics, learning_rate), None if flags is None else flags.max(axis=0)
+
+    state_shardings = jax.tree.map(lambda x: x.sharding, state)
+    jitted = jax.jit(
+        step_with_controls,
+        in_shardings=(state_shardings, batch_sharding(mesh), None),
+        out_shardings=(state_shardings, replicated(mesh), replicated(mesh)),
+        donate_argnums=0,
+    )
+    return CompiledStep(jitted, state, controls, [put_batch(batch, mesh) for batch in warmup_batches])
+
+
+class _Recorder:
+    """Log, validate and save: write everything that a training run leaves in its folder.
+
+    Args:
+        training: Intervals and early stopping.
+        state: The state before the first step.
+        history: The validations so far.
+        checkpoints: Where states are saved.
+        writer: Where metrics and samples are written.
+        divergence: What to do about a step that is not finite.
+        evaluate: The validation.
+    """
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        state: TrainState,
+        history: ValidationHistory,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        divergence: Divergence,
+        evaluate: Evaluate,
+    ) -> None:
+        self._training, self._state, self._validations = training, state, history.figures
+        self._checkpoints, self._writer = checkpoints, writer
+        self._divergence, self._evaluate = divergence, evaluate
+        self._fetcher = MetricsFetcher(self._handle_nonfinite)
+        self._last_saved_step, self._last_save_time = int(state.step), time.monotonic()
+
+    def add(self, step: int, state: TrainState, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
+        """Take the results of a step that was just dispatched, and check those of the step before."""
+        self._state = state
+        self._fetcher.add(step, batch, metrics, learning_rate)
+
+    def _handle_nonfinite(self, step: int, problem: str, batch: Batch) -> None:
+        skipped_in_a_row = self._divergence.handle(step, problem, batch, self._state.params)
+        self._writer.write(step, {"skipped": float(skipped_in_a_row)})
+        logger.info("step %d skipped: %s", step, problem)
+
+    def log(self, step: int, progress: Progress) -> None:
+        """Write and show the metrics of the step, unless it was skipped."""
+        row = self._fetcher.row()
+        if row is not None:
+            self._writer.write(step, row)
+            progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
+
+    def validate(self, step: int) -> Mapping[str, float]:
+        """Evaluate the state, write what was found, and return its figures.
+
+        An evaluation that fails or is interrupted leaves a checkpoint from which the run resumes with this evaluation,
+        so the rows of an interrupted run are those of an uninterrupted one.
+        """
+        self._fetcher.check_all()
+        with self._fetcher.paused():
+            try:
+                evaluation = self._evaluate(eval_params(self._state), step)
+            except BaseException:
+                if jax.process_count() == 1:  # other processes may not have reached this step
+                    pending = ValidationHistory(self._validations, is_pending=True)
+                    self._checkpoints.save(step, self._state, history=pending)
+                raise
+            if evaluation.metrics:
+                self._validations += (evaluation.metrics,)
+                self._writer.write(step, evaluation.metrics)
+                self._writer.write_samples(step, evaluation.samples)
+                logger.info("%s", _describe_evaluation(step, evaluation))
+        return evaluation.metrics
+
+    def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
+        """Save a checkpoint, with the figures of its validation, after checking that its state is finite."""
+        self._fetcher.check_all()
+        self._checkpoints.save(step, self._state, figures, ValidationHistory(self._validations))
+        self._last_saved_step, self._last_save_time = step, time.monotonic()
+
+    def finish(self, step: int) -> None:
+        """Check the last steps, and save the last state unless it is saved already."""
+        self._fetcher.check_all()
+        if self._last_saved_step != step:
+            self.save(step)
+
+    def is_save_due(self) -> bool:
+        """Return whether `training.checkpoint_seconds` have passed since the last checkpoint."""
+        return time.monotonic() - self._last_save_time >= self._training.checkpoint_seconds
+
+    def should_stop_early(self) -> bool:
+        """Return whether validations have stopped improving."""
+        return should_stop_early(self._validations, self._training.best_by, self._training.patience)
+
+
+def should_stop_early(validations: Sequence[Mapping[str, float | None]], best_by: str, patience: int) -> bool:
+    """Return whether the last `patience` validations did not improve on the best one before them.
+
+    >>> should_stop_early([{"valid_loss": 3.0}, {"valid_loss": 2.0}, {"valid_loss": 2.5}], "valid_loss", 2)
+    False
+    >>> should_stop_early([{"valid_loss": 2.0}, {"valid_loss": 2.5}, {"valid_loss": 2.0}], "valid_loss", 2)
+    True
+
+    Args:
+        validations: The figures of all validations of the run. Mappings without `best_by` do not count.
+        best_by: The figure that is compared, `training.best_by`.
+        patience: Number of validations without improvement after which to stop. 0 never stops.
+    """
+    values = [row[best_by] for row in validations if best_by in row]
+    scores = [-math.inf, *(selection_score({best_by: value}, best_by) for value in values)]
+    return 0 < patience < len(scores) - scores.index(max(scores))
+
+
+def _earlier_validations(run: RunDir, best_by: str) -> ValidationHistory:
+    """Return the validations up to the run's last checkpoint, the same in every process.
+
+    A checkpoint holds them. For a checkpoint of an earlier version, they are the rows of `metrics.jsonl`.
+    """
+
+    def read() -> dict[str, Any]:
+        steps = checkpoint_steps(run)
+        history = read_history(run, steps[-1]) if steps else ValidationHistory()
+        if history is None:
+            truncate_after(run.metrics, steps[-1])
+            lines = run.metrics.read_text(encoding="utf-8").split("\n") if run.metrics.is_file() else []
+            rows = map(json.loads, filter(None, lines))
+            history = ValidationHistory(tuple({best_by: row[best_by]} for row in rows if best_by in row))
+        return json.loads(to_json({"figures": history.figures, "is_pending": history.is_pending}))
+
+    found = broadcast_from_main(read() if is_main_process() else {})
+    return ValidationHistory(tuple(found["figures"]), found["is_pending"])
+
+
+def _describe_evaluation(step: int, evaluation: Evaluation) -> str:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())
     lines = [f"step {step}: {figures}"]
     for sample in evaluation.samples:
-        lines += [f"    {name:<11} {text}" for name, text in sample.items()]
+        lines += [f"    {name:<11} {printable(text)}" for name, text in sample.items()]
     return "\n".join(lines)
 
 
-def fetch(values: Any) -> Any:
-    """From the device to the host: the loop's only place where it waits for the device."""
-    return jax.device_get(values)
-
-
-class _Watch:
-    """Fetches each step's metrics one step late, so that the device is never waited for, and checks them.
-
-    Args:
-        on_not_finite: called with step, problem and batch of a step whose loss or gradient is not finite.
-    """
-
-    def __init__(self, on_not_finite: Callable[[int, str, Batch], None]) -> None:
-        self._on_not_finite = on_not_finite
-        self._pending: list[tuple[int, Batch, Metrics, Array]] = []
-        self._last: tuple[Metrics, float] | None = None
-        self._tokens = 0
-        self._since = time.monotonic()
-
-    def add(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        self._pending.append((step, batch, metrics, learning_rate))
-        while len(self._pending) > 1:
-            self._check(*self._pending.pop(0))
-
-    def check_all(self) -> None:
-        while self._pending:
-            self._check(*self._pending.pop(0))
-
-    def row(self) -> dict[str, float] | None:
-        """The figures of the step added last; None if it was skipped."""
-        self.check_all()
-        if self._last is None:
-            return None
-        now = time.monotonic()
-        rate = self._tokens / max(now - self._since, 1e-9)
-        self._tokens, self._since = 0, now
-        metrics, learning_rate = self._last
-        return {
-            "loss": float(metrics.loss),
-            "learning_rate": learning_rate,
-            "tokens_per_second": rate,
-            "grad_norm": float(metrics.grad_norm),
-            "param_norm": float(metrics.param_norm),
-        }
-
-    def paused(self) -> "_Pause":
-        """Time spent inside is not training time."""
-        return _Pause(self)
-
-    def _check(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        metrics, learning_rate = fetch((metrics, learning_rate))
-        self._last = None
-        for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
-            if not math.isfinite(value):
-                with self.paused():
-                    self._on_not_finite(step, f"the {name} of step {step} is {float(value)}", batch)
-                return
-        self._tokens += int(metrics.num_tokens)
-        self._last = (metrics, float(learning_rate))
-
-
-class _Pause:
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._watch._since += time.monotonic() - self._start
-
-
-class _Signals:
-    """Ctrl-C and SIGTERM end the loop after the step in hand; a second one ends the program at once."""
+class StopSignals:
+    """Let Ctrl-C and SIGTERM end the loop after the current step; a second signal ends the program at once."""
 
     def __init__(self) -> None:
-        self.received = 0  # its number
+        self.received = 0
+        """The number of the signal that this process received. 0 before one arrives."""
         self._old: dict[int, Any] = {}
 
-    def __enter__(self) -> "_Signals":
+    def __enter__(self) -> "StopSignals":
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._old[number] = signal.signal(number, self._handle)
-            except ValueError:  # not in the main thread: signals are the caller's affair
+            except ValueError:  # outside the main thread, signals are left to the caller
                 break
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
+        self._restore()
+
+    def name_in_any_process(self) -> str | None:
+        """Return the name of the signal that some process received, or None. Every process calls this method."""
+        received = max(gather(self.received))
+        return signal.Signals(received).name if received else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        for given, old in self._old.items():
-            signal.signal(given, old)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)

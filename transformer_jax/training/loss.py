@@ -1,5 +1,6 @@
 """Label-smoothed cross-entropy (paper section 5.4), from logits or in chunks from the decoder's output."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -10,74 +11,81 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.embedding import OutputWeights, logits_from
-from transformer_jax.training.accumulation import join, split, sum_over
+from transformer_jax.training.accumulation import accumulate, merge, split
 
 LabelSmoothingOver = Literal["non_target", "all", "non_target_non_pad"]
 
 
+@dataclasses.dataclass(frozen=True)
+class LossSpec:
+    """The constants of the training loss."""
+
+    label_smoothing: float = 0.1
+    """epsilon_ls: the probability that is taken from the target (paper section 5.4)."""
+    label_smoothing_over: LabelSmoothingOver = "non_target"
+    """The tokens that share epsilon_ls: the V - 1 other tokens (released code, fairseq); all V tokens (PyTorch, Optax);
+    the V - 2 tokens that are neither the target nor padding (annotated-transformer, joeynmt)."""
+    pad_id: int = 0
+    """The padding token. Only `non_target_non_pad` uses it."""
+    max_logits: int | None = None
+    """Maximum number of logits to hold at a time, over all devices. None holds all of them."""
+
+    def weights(self, vocab_size: int) -> tuple[float, float]:
+        """Return (w, u) of the target distribution q(v) = w [v is the target] + u [v shares epsilon_ls]."""
+        sharing = {"non_target": vocab_size - 1, "all": vocab_size, "non_target_non_pad": vocab_size - 2}
+        uniform = self.label_smoothing / sharing[self.label_smoothing_over]
+        return 1 - self.label_smoothing - (0 if self.label_smoothing_over == "all" else uniform), uniform
+
+
+PAPER_LOSS = LossSpec()
+PLAIN_LOSS = LossSpec(label_smoothing=0.0)
+
+
 class LossSums(NamedTuple):
-    """Sums over tokens, so that parts of a batch can be added up exactly; divide once, at the end."""
+    """Sums over tokens, so that microbatches and devices can be added exactly. Divide once, at the end."""
 
     loss_sum: Float[Array, ""]
     """Label-smoothed cross-entropy, in nats."""
     nll_sum: Float[Array, ""]
-    """Negative log-likelihood of the right tokens, in nats: its mean's exponential is the perplexity."""
+    """Negative log-likelihood of the target tokens, in nats. The exponential of its mean is the perplexity."""
     num_tokens: Int[Array, ""]
-    """Target tokens that count: those that are not padding."""
-
-
-def smoothing_weights(size: int, smoothing: float, mass: LabelSmoothingOver) -> tuple[float, float]:
-    """(w, u) of q(v) = w [v is the target] + u [v shares the mass], for `size` tokens; the target shares."""
-    on_others = smoothing / {"non_target": size - 1, "all": size, "non_target_non_pad": size - 2}[mass]
-    return 1 - smoothing - (0 if mass == "all" else on_others), on_others
+    """Number of target tokens that are not padding."""
 
 
 def cross_entropy(
     logits: Float[Array, "*positions v"],
     targets: Int[Array, "*positions"],
     weights: Bool[Array, "*positions"],
-    *,
-    smoothing: float = 0.0,
-    mass: LabelSmoothingOver = "non_target",
-    pad_id: int = 0,
+    spec: LossSpec = PLAIN_LOSS,
 ) -> LossSums:
-    """-sum_v q(v) log softmax(logits)(v), where q gives the target 1 - smoothing and spreads the rest.
+    """Compute -sum_v q(v) log softmax(logits)(v), where q is the smoothed target distribution (paper section 5.4).
 
-    `mass` says over what: `others`, the V - 1 other tokens (released code, fairseq); `all`, all V tokens, the target
-    among them (PyTorch, optax); `non_target_non_pad`, the V - 2 that are neither the target nor padding
-    (annotated-transformer, joeynmt). The entropy of q is not subtracted: the released code does, which moves the value
-    and not the gradient.
+    The entropy of q is not subtracted. The released code subtracts it, which moves the value but not the gradient.
 
     Args:
-        logits: at least float32.
-        targets: the right tokens.
-        weights: which positions count.
-        smoothing: epsilon_ls.
-        mass: where it goes.
-        pad_id: only looked at by `non_target_non_pad`.
+        logits: At least float32.
+        targets: The target tokens.
+        weights: Which positions count.
+        spec: Label smoothing. `max_logits` has no effect, because the logits exist already.
+
+    Returns:
+        Sums over the positions that count.
     """
     size = logits.shape[-1]
     log_normalizer = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     nll = log_normalizer - target_logits
     loss = nll
-    if smoothing:
-        # Of q's two terms the one is a multiple of the other tokens' sum: sums of logits suffice.
-        on_target, on_others = smoothing_weights(size, smoothing, mass)
-        if mass == "non_target_non_pad":
-            sum_of_logits, count = jnp.sum(logits, axis=-1) - logits[..., pad_id], size - 1
+    if spec.label_smoothing:
+        # One of the two terms of q is constant over the tokens that share, so sums of logits suffice.
+        on_target, uniform = spec.weights(size)
+        if spec.label_smoothing_over == "non_target_non_pad":
+            sum_of_logits, count = jnp.sum(logits, axis=-1) - logits[..., spec.pad_id], size - 1
         else:
             sum_of_logits, count = jnp.sum(logits, axis=-1), size
-        loss = on_target * nll + on_others * (count * log_normalizer - sum_of_logits)
+        loss = on_target * nll + uniform * (count * log_normalizer - sum_of_logits)
     counts = weights.astype(logits.dtype)
     return LossSums(jnp.sum(loss * counts), jnp.sum(nll * counts), jnp.sum(weights, dtype=jnp.int32))
-
-
-class _Setting(NamedTuple):
-    smoothing: float
-    mass: LabelSmoothingOver
-    pad_id: int
-    num_parts: int
 
 
 def fused_linear_cross_entropy(
@@ -85,29 +93,26 @@ def fused_linear_cross_entropy(
     output: OutputWeights,
     targets: Int[Array, "b t"],
     weights: Bool[Array, "b t"],
-    *,
-    smoothing: float = 0.0,
-    mass: LabelSmoothingOver = "non_target",
-    pad_id: int = 0,
-    max_logits: int | None = None,
+    spec: LossSpec = PLAIN_LOSS,
 ) -> LossSums:
-    """`cross_entropy(logits_from(x, output), targets, weights, ...)`, a part of the positions at a time.
+    """Compute `cross_entropy(logits_from(x, output), targets, weights, spec)`, one chunk of positions at a time.
 
-    The gradient with respect to the logits is softmax - q, known as soon as the logits are: so it is multiplied on to
-    `x` and the table at once, and no logits are kept or computed twice. There is a gradient of `loss_sum` alone:
-    `nll_sum` is a figure to report, a constant to differentiation.
+    The gradient with respect to the logits is softmax - q, which is known as soon as the logits are. It is therefore
+    multiplied on to `x` and the table at once, and no logits are kept or computed twice. Only `loss_sum` has a
+    gradient: `nll_sum` is a constant to differentiation.
 
     Args:
-        x: the decoder's output.
-        output: what makes logits of it.
-        targets, weights, smoothing, mass, pad_id: as for `cross_entropy`.
-        max_logits: the most logits to hold at a time, over all devices; None: all of them.
+        x: The decoder's output.
+        output: The weights that turn it into logits.
+        targets: The target tokens.
+        weights: Which positions count.
+        spec: Label smoothing, and the maximum number of logits to hold.
+
+    Returns:
+        Sums over the positions that count.
     """
-    num_tokens, size = targets.size, output.table.shape[0]
-    num_parts = 1 if max_logits is None else min(num_tokens, -(-num_tokens * size // max_logits))
-    setting = _Setting(smoothing, mass, pad_id, num_parts)
     flat = targets.reshape(-1), weights.reshape(-1)
-    loss_sum, nll_sum = _loss(x.reshape(-1, x.shape[-1]), output, flat, setting)
+    loss_sum, nll_sum = _loss(x.reshape(-1, x.shape[-1]), output, flat, spec)
     return LossSums(loss_sum, nll_sum, jnp.sum(weights, dtype=jnp.int32))
 
 
@@ -120,72 +125,76 @@ def _loss(
     x: Float[Array, "n d_model"],
     output: OutputWeights,
     targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
-    setting: _Setting,
+    spec: LossSpec,
 ) -> _Sums:
-    def part_of(positions: _Positions) -> tuple[_Sums, None]:
-        return _sums_and_logits_grad(positions, output, setting)[0], None
+    def chunk_sums(positions: _Positions) -> tuple[_Sums, None]:
+        return _sums_and_logits_grad(positions, output, spec)[0], None
 
-    return _over_parts(part_of, (x, *targets_and_weights), setting.num_parts)[0]
+    return _map_chunks(chunk_sums, (x, *targets_and_weights), _num_chunks(targets_and_weights[0], output, spec))[0]
 
 
-def _forward(
+def _loss_forward(
     x: Float[Array, "n d_model"],
     output: OutputWeights,
     targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
-    setting: _Setting,
+    spec: LossSpec,
 ) -> tuple[_Sums, tuple[Array, OutputWeights]]:
-    """The sums, and all gradients of the loss."""
+    """Return the sums, and as residuals all gradients of the loss."""
 
-    def part_of(positions: _Positions) -> tuple[tuple[_Sums, OutputWeights], Array]:
-        sums, logits_grad = _sums_and_logits_grad(positions, output, setting)
+    def chunk_sums_and_grads(positions: _Positions) -> tuple[tuple[_Sums, OutputWeights], Array]:
+        sums, logits_grad = _sums_and_logits_grad(positions, output, spec)
         rounded = logits_grad.astype(x.dtype)
         x_grad = rounded @ output.table.astype(x.dtype)
         table_grad = jnp.einsum("nv,nd->vd", rounded, positions[0], preferred_element_type=logits_grad.dtype)
         bias_grad = None if output.bias is None else jnp.sum(logits_grad, axis=0)
         return (sums, OutputWeights(table_grad, bias_grad)), x_grad
 
-    (sums, output_grad), x_grad = _over_parts(part_of, (x, *targets_and_weights), setting.num_parts)
+    num_chunks = _num_chunks(targets_and_weights[0], output, spec)
+    (sums, output_grad), x_grad = _map_chunks(chunk_sums_and_grads, (x, *targets_and_weights), num_chunks)
     return sums, (x_grad, jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), output_grad, output))
 
 
-def _backward(
-    setting: _Setting, grads: tuple[Array, OutputWeights], cotangents: _Sums
+def _loss_backward(
+    spec: LossSpec, grads: tuple[Array, OutputWeights], cotangents: _Sums
 ) -> tuple[Array, OutputWeights, None]:
     return (*jax.tree.map(lambda grad: (grad * cotangents[0]).astype(grad.dtype), grads), None)
 
 
-_loss.defvjp(_forward, _backward)
+_loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _sums_and_logits_grad(
-    positions: _Positions, output: OutputWeights, setting: _Setting
+    positions: _Positions, output: OutputWeights, spec: LossSpec
 ) -> tuple[_Sums, Float[Array, "n v"]]:
-    """The sums of some positions, and the gradient of their loss with respect to their logits: softmax - q."""
+    """Return the sums over some positions, and the gradient of their loss by their logits: softmax - q."""
     x, targets, weights = positions
     logits = logits_from(x, output)
-    sums = cross_entropy(
-        logits, targets, weights, smoothing=setting.smoothing, mass=setting.mass, pad_id=setting.pad_id
-    )
+    sums = cross_entropy(logits, targets, weights, spec)
     size = logits.shape[-1]
-    on_target, on_others = smoothing_weights(size, setting.smoothing, setting.mass)
+    on_target, uniform = spec.weights(size)
     ids = np.arange(size)[None]
-    shares = ids != setting.pad_id if setting.mass == "non_target_non_pad" else np.ones((1, size), bool)
-    q = on_others * shares.astype(logits.dtype) + on_target * (ids == targets[:, None])
+    sharing = ids != spec.pad_id if spec.label_smoothing_over == "non_target_non_pad" else np.ones((1, size), bool)
+    q = uniform * sharing.astype(logits.dtype) + on_target * (ids == targets[:, None])
     grad = jnp.where(weights[:, None], jax.nn.softmax(logits) - q, 0)
     return (sums.loss_sum, sums.nll_sum), grad
 
 
-def _over_parts(
-    part_of: Callable[[_Positions], tuple[Any, Any]], positions: _Positions, num_parts: int
+def _num_chunks(targets: Int[Array, " n"], output: OutputWeights, spec: LossSpec) -> int:
+    num_logits = targets.size * output.table.shape[0]
+    return 1 if spec.max_logits is None else min(targets.size, -(-num_logits // spec.max_logits))
+
+
+def _map_chunks(
+    function: Callable[[_Positions], tuple[Any, Any]], positions: _Positions, num_chunks: int
 ) -> tuple[Any, Any]:
-    """`part_of(positions)`, or of a part of them at a time: its first result is added up, its second joined."""
-    if num_parts == 1:
-        return part_of(positions)
+    """Call `function` on one chunk of positions at a time. Sum its first result and concatenate its second."""
+    if num_chunks == 1:
+        return function(positions)
     num_positions = len(positions[0])
 
     def pad(array: Array) -> Array:
-        """Up to a multiple of the parts, with positions of weight 0."""
-        return jnp.pad(array, [(0, -num_positions % num_parts)] + [(0, 0)] * (array.ndim - 1))
+        """Pad to a multiple of the number of chunks, with positions of weight 0."""
+        return jnp.pad(array, [(0, -num_positions % num_chunks)] + [(0, 0)] * (array.ndim - 1))
 
-    total, results = sum_over(part_of, split(jax.tree.map(pad, positions), num_parts))
-    return total, jax.tree.map(lambda result: result[:num_positions], join(results))
+    total, results = accumulate(function, split(jax.tree.map(pad, positions), num_chunks))
+    return total, jax.tree.map(lambda result: result[:num_positions], merge(results))

@@ -1,77 +1,80 @@
 """The learning rate and the optimizer (paper section 5.3)."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_jax.config import TrainingConfig
 from transformer_jax.training.step import TrainState
 from transformer_jax.types import Params
 
+# The formulas of optax.warmup_constant_schedule and of an inverse square root that is scaled to its peak round
+# differently in float32, and would change the bits of every run.
+
 
 def noam_schedule(d_model: int, warmup_steps: int = 4000, scale: float = 1.0) -> optax.Schedule:
-    """lrate = scale * d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5)   (paper eq. 3).
+    """Return lrate = scale * d_model^-0.5 * min(step^-0.5, step * warmup_steps^-1.5) (paper eq. 3).
+
+    Args:
+        d_model: The model's width.
+        warmup_steps: The step at which the rate peaks.
+        scale: A factor, 1 in the paper.
 
     Returns:
-        A function of the updates done so far, as Optax counts: the first update has count 0 and is step 1 here.
+        A function of the number of updates done, as Optax counts: the first update has count 0 and is step 1 here.
 
     >>> f"{noam_schedule(512)(3999):.3g}"
     '0.000699'
     """
-
-    def schedule(count: ArrayLike) -> Array:
-        step = jnp.asarray(count, jnp.float32) + 1
-        return scale * d_model**-0.5 * jnp.minimum(step**-0.5, step * warmup_steps**-1.5)
-
-    return schedule
+    return _from_step_one(lambda step: scale * d_model**-0.5 * jnp.minimum(step**-0.5, step * warmup_steps**-1.5))
 
 
 def inverse_sqrt_schedule(peak: float, warmup_steps: int) -> optax.Schedule:
-    """peak * min(step / warmup_steps, sqrt(warmup_steps / step)): eq. 3 with its peak said directly (fairseq)."""
-
-    def schedule(count: ArrayLike) -> Array:
-        step = jnp.asarray(count, jnp.float32) + 1
-        return peak * jnp.minimum(step / warmup_steps, (warmup_steps / step) ** 0.5)
-
-    return schedule
+    """Return peak * min(step / warmup_steps, sqrt(warmup_steps / step)): eq. 3, given by its peak (fairseq)."""
+    return _from_step_one(lambda step: peak * jnp.minimum(step / warmup_steps, (warmup_steps / step) ** 0.5))
 
 
-def constant_schedule(peak: float, warmup_steps: int = 1) -> optax.Schedule:
-    """peak * min(1, step / warmup_steps)."""
+def warmup_constant_schedule(peak: float, warmup_steps: int = 1) -> optax.Schedule:
+    """Return peak * min(1, step / warmup_steps)."""
+    return _from_step_one(lambda step: peak * jnp.minimum(step / warmup_steps, 1.0))
 
-    def schedule(count: ArrayLike) -> Array:
-        step = jnp.asarray(count, jnp.float32) + 1
-        return peak * jnp.minimum(step / warmup_steps, 1.0)
 
-    return schedule
+def _from_step_one(rate: Callable[[Array], Array]) -> optax.Schedule:
+    """Turn a function of the step, from 1, into one of the number of updates done, from 0."""
+    return lambda count: rate(jnp.asarray(count, jnp.float32) + 1)
 
 
 def make_schedule(config: TrainingConfig, d_model: int) -> optax.Schedule:
-    """What `training.schedule` names. It does not depend on num_steps: a run may be shorter than warmup."""
+    """Return the schedule `training.schedule`. It does not depend on `num_steps`, so runs can be extended."""
     if config.schedule == "noam":
         return noam_schedule(d_model, config.warmup_steps, config.learning_rate_scale)
-    make = inverse_sqrt_schedule if config.schedule == "inverse_sqrt" else constant_schedule
+    make = inverse_sqrt_schedule if config.schedule == "inverse_sqrt" else warmup_constant_schedule
     return make(config.peak_learning_rate, config.warmup_steps)
 
 
 class WithAverage(NamedTuple):
-    """The state of an optimizer that averages the parameters too."""
+    """The state of an optimizer that also averages the parameters."""
 
     inner: optax.OptState
-    """Of the optimizer itself."""
+    """The state of the optimizer itself."""
     ema: Params
-    """The average, in the parameters' dtypes."""
+    """The moving average, in the parameters' dtypes."""
 
 
 def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """The same updates, with an exponential moving average of the parameters that they lead to.
+    """Keep an exponential moving average of the parameters next to an optimizer, whose updates do not change.
 
-    After update t, from 1, average = d * average + (1 - d) * parameters, with d = min(decay, (1 + t) / (10 + t)): so
-    the random parameters of the start are soon forgotten.
+    After update t, from 1, average = d * average + (1 - d) * parameters with d = min(decay, (1 + t) / (10 + t)), so
+    that the random initial parameters are soon forgotten. `optax.incremental_update` computes 1 - (1 - d) in place of
+    d, which would change the bits of the average.
+
+    Args:
+        optimizer: Makes the updates.
+        decay: The largest d.
     """
 
     def init(params: Params) -> WithAverage:
@@ -89,19 +92,24 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
 
 
 def update_count(state: optax.OptState) -> Array:
-    """How many updates an optimizer of `make_optimizer` has made: what its schedule goes by."""
+    """Return the number of updates that an optimizer of `make_optimizer` has made, which its schedule depends on."""
     chain: Any = state.inner if isinstance(state, WithAverage) else state
     return chain[-1].count
 
 
 def eval_params(state: TrainState) -> Params:
-    """The parameters that a run is judged by: their moving average where it keeps one."""
+    """Return the parameters to evaluate: their moving average if the run keeps one."""
     return state.opt_state.ema if isinstance(state.opt_state, WithAverage) else state.params
 
 
 def make_optimizer(config: TrainingConfig, d_model: int) -> optax.GradientTransformation:
-    """Adam with beta1 0.9, beta2 0.98, epsilon 1e-9 and the schedule; before it, where asked for, clipping; around it,
-    where asked for, the average of the parameters."""
+    """Return Adam with the schedule (paper section 5.3), with clipping and a moving average if they are configured.
+
+    Args:
+        config: Adam's beta1, beta2 and epsilon (0.9, 0.98 and 1e-9 in the paper), the schedule, `clip_norm` and
+            `ema_decay`.
+        d_model: The model's width, which the paper's schedule depends on.
+    """
     clipping = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     optimizer = optax.chain(
         *clipping,

@@ -1,4 +1,4 @@
-"""Where arrays live on many devices: a mesh and one table from parameter path to `PartitionSpec`."""
+"""Place arrays on many devices: a mesh and one table from parameter path to `PartitionSpec`."""
 
 import re
 from functools import lru_cache
@@ -12,9 +12,9 @@ from transformer_jax.types import RowParts, UserError
 
 AXES = ("data", "fsdp", "tensor")
 
-BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # rows of a batch are split over both
+BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # both axes split the rows of a batch
 
-# The first pattern found in a parameter's path decides; what none names is kept whole on every device.
+# The first pattern that matches a parameter's path decides. A parameter without a match is replicated.
 PARAMETER_SPECS = (
     (r"(embedding|positions)/table$", PartitionSpec("tensor", "fsdp")),
     (r"output_projection/kernel$", PartitionSpec("fsdp", "tensor")),
@@ -29,17 +29,23 @@ PARAMETER_SPECS = (
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """All devices as a mesh with the axes `data`, `fsdp`, `tensor`; data -1 takes what the others leave.
+    """Return all devices as a mesh with the axes `data`, `fsdp` and `tensor`.
+
+    Args:
+        data: Size of the axis that splits rows. -1 uses the devices that the other axes leave.
+        fsdp: Size of the axis that splits rows and parameters.
+        tensor: Size of the axis that splits heads, hidden units and vocabularies.
 
     Raises:
-        UserError: the axes do not multiply to the number of devices.
+        UserError: The product of the sizes is not the number of devices.
     """
     count = jax.device_count()
     sizes = (count // (fsdp * tensor) if data == -1 else data, fsdp, tensor)
     if sizes[0] * fsdp * tensor != count:
         raise UserError(
-            f"training.mesh_data {data}, mesh_fsdp {fsdp} and mesh_tensor {tensor} do not multiply to the "
-            f"{count} devices there are{_in_processes()}"
+            f"training.mesh_data={data}, training.mesh_fsdp={fsdp} and training.mesh_tensor={tensor} do not multiply "
+            f"to the {count} devices there are{_in_processes()}. Choose sizes whose product is {count}; mesh_data -1 "
+            "takes the devices that the other axes leave"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -50,25 +56,25 @@ def _in_processes() -> str:
 
 
 def partition_spec(path: str) -> PartitionSpec:
-    """What the table says of a path such as `encoder/layer_0/self_attention/query/kernel`, or one that ends so."""
+    """Look up a parameter path such as `encoder/layer_0/self_attention/query/kernel` in the table."""
     return next((spec for pattern, spec in PARAMETER_SPECS if re.search(pattern, path)), PartitionSpec())
 
 
 def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A `NamedSharding` for each leaf of a tree of parameters, or of an optimizer state, whose paths end alike.
+    """Return a `NamedSharding` per leaf of a tree of parameters, or of an optimizer state, whose paths end alike.
 
     Raises:
-        UserError: a mesh axis does not divide the array's axis it splits; both are named.
+        UserError: A mesh axis does not divide the array axis that it splits.
     """
 
     def leaf_sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        name = "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = partition_spec(name)
         for axis, mesh_axis in enumerate(spec):
             if mesh_axis is not None and leaf.shape[axis] % mesh.shape[mesh_axis]:
                 raise UserError(
-                    f"training.mesh_{mesh_axis} {mesh.shape[mesh_axis]} does not divide axis {axis} of {name}, "
-                    f"which has the shape {tuple(leaf.shape)}"
+                    f"training.mesh_{mesh_axis}={mesh.shape[mesh_axis]} does not divide axis {axis} of {name}, which "
+                    f"has the shape {tuple(leaf.shape)}. Set it to a divisor of {leaf.shape[axis]}"
                 )
         return NamedSharding(mesh, spec)
 
@@ -76,20 +82,20 @@ def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Return the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows split over the axes `data` and `fsdp`."""
+    """Return the sharding of a batch: rows are split over the axes `data` and `fsdp`."""
     return NamedSharding(mesh, BATCH_SPEC)
 
 
 def gather_over_fsdp(params: Any, mesh: Mesh) -> Any:
-    """Parameters as the model is to use them, under `jit`: whole along `fsdp`, split along `tensor` alone.
+    """Gather parameters along `fsdp` before the model uses them, under `jit`; the split along `tensor` remains.
 
-    Left alone, XLA spreads the split of the embedding table's columns to the activations, so that every device computes
-    all rows, and activations travel in place of parameters.
+    Without this constraint XLA propagates the split of the embedding table's columns to the activations: every device
+    then computes all rows, and activations are communicated instead of parameters.
     """
 
     def gather(leaf: Any, sharding: NamedSharding) -> Any:
@@ -100,20 +106,20 @@ def gather_over_fsdp(params: Any, mesh: Mesh) -> Any:
 
 
 def row_multiple(mesh: Mesh, accumulate: int = 1) -> int:
-    """The rows of a batch must be a multiple of this."""
+    """Return the number that must divide the rows of a batch."""
     return mesh.shape["data"] * mesh.shape["fsdp"] * accumulate
 
 
 @lru_cache
 def row_parts(mesh: Mesh) -> RowParts:
-    """The rows of a batch that the devices of this process hold; all of them where only `tensor` crosses processes."""
+    """Return the rows of a batch that this process holds: all of them if only the axis `tensor` crosses processes."""
     devices = mesh.devices.reshape(-1, mesh.shape["tensor"])
     mine = [i for i, row in enumerate(devices) if any(d.process_index == jax.process_index() for d in row)]
     return RowParts(tuple(mine), len(devices))
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """A tree of this process's rows (NumPy), those of `row_parts`, as global arrays on the mesh."""
+    """Turn NumPy arrays with the rows of `row_parts`, those of this process, into global arrays on the mesh."""
     sharding, parts = batch_sharding(mesh), row_parts(mesh)
 
     def put(rows: Any) -> jax.Array:
@@ -125,15 +131,15 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
 
 def gather_params(params: Any, mesh: Mesh) -> Any:
-    """Parameters for work that each process does by itself: whole on its first device where there are several."""
+    """Gather parameters on the first device of each process, if there are several, for work that is not shared."""
     if jax.process_count() == 1:
         return params
-    whole = jax.jit(lambda params: params, out_shardings=replicated(mesh))(params)
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+    full = jax.jit(lambda params: params, out_shardings=replicated(mesh))(params)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), full)
 
 
 def put_params(params: Any, shardings: Any) -> Any:
-    """Parameters that every process has whole, copied to where the shardings say."""
+    """Copy parameters that every process holds in full to the devices that the shardings name."""
     if jax.process_count() == 1:
         return jax.device_put(params, shardings, may_alias=False)
 

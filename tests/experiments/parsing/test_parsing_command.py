@@ -140,7 +140,7 @@ def test_a_run_from_the_sample_to_f1(cli, data_folder, tmp_path, monkeypatch):
         (tmp_path / f"{name}.mrg").write_text("\n".join(sorted(lines, key=len)[:count]))
     prepare({name: [tmp_path / f"{name}.mrg"] for name in ("train", "valid")}, tmp_path / "wsj", lambda line: None)
     monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())  # compiles faster than eight
-    commands.train(config_of(tmp_path / "wsj"), tmp_path / "run", lambda line: None)
+    commands.train(config_of(tmp_path / "wsj"), tmp_path / "run")
     done = cli("parsing", "score", tmp_path / "run", "--beam-size", "1", "--json")
     assert done.status == 0, done.err
     result = json.loads(done.out)
