@@ -1,4 +1,4 @@
-"""Where sentence pairs come from: one function for every `data.source`."""
+"""Read a split of a corpus from any `data.source`."""
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.files import read_lines
@@ -8,19 +8,22 @@ __all__ = ["Pairs", "Split", "read_lines", "read_split"]
 
 
 def read_split(config: DataConfig, split: Split) -> Pairs | None:
-    """The sentence pairs of a split, in the order of the source; None where the config has no such split.
+    """Read the sentence pairs of a split, in the order of the source.
 
     Args:
         config: the data section.
-        split: train, valid or test: the role; `config.train`, `.valid`, `.test` name it in the source.
+        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the source.
+
+    Returns:
+        The pairs, or None if the configuration has no such split.
 
     Raises:
-        UserError: a missing, damaged or empty file, data set, split or column; sides of different length; text that
-            is not UTF-8. The message names file and line, or data set and row.
+        UserError: a file, data set, split or column is missing, damaged or empty; the sides have different lengths; or
+            text is not UTF-8. The message names file and line, or data set and row.
     """
     if not getattr(config, split):
         return None
-    # Each library is loaded only if it is the source.
+    # Each library is imported only if it is the source.
     if config.source == "numbers":
         from transformer_jax.data.synthetic import numbers_corpus
 

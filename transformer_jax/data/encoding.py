@@ -25,26 +25,26 @@ _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
 class FilterReport:
     """How many pairs a split had, how many are used, and why the others are not. A pair is counted once.
 
-    >>> print(FilterReport(10, empty=1, long=2, odd=0, max_length=256, max_length_ratio=9.0))
+    >>> print(FilterReport(10, empty=1, long=2, length_ratio=0, max_length=256, max_length_ratio=9.0))
     10 pairs: 7 kept, 1 empty, 2 longer than 256 tokens, 0 of a length ratio above 9
     """
 
     pairs: int
     empty: int
     long: int
-    odd: int
+    length_ratio: int
     max_length: int
     max_length_ratio: float
 
     @property
     def kept(self) -> int:
         """Pairs that are used."""
-        return self.pairs - self.empty - self.long - self.odd
+        return self.pairs - self.empty - self.long - self.length_ratio
 
     def __str__(self) -> str:
         return (
             f"{self.pairs} pairs: {self.kept} kept, {self.empty} empty, {self.long} longer than {self.max_length} "
-            f"tokens, {self.odd} of a length ratio above {self.max_length_ratio:g}"
+            f"tokens, {self.length_ratio} of a length ratio above {self.max_length_ratio:g}"
         )
 
 
@@ -116,7 +116,7 @@ def encode_pairs(
     """
     tokenizers.check_fits(model)
     source, target = _Column(tokenizers.source), _Column(tokenizers.target)
-    empty = long = odd = 0
+    empty = long = length_ratio = 0
     for texts in pairs.chunks():
         rows = source.encode(texts[0]), target.encode(texts[1])
         kept = np.ones(len(texts[0]), bool)
@@ -125,14 +125,15 @@ def encode_pairs(
             lengths = np.array([[len(row) for row in side] for side in rows])
             lengths += np.array([[model.source_bos + model.source_eos], [1]])
             too_long = ~blank & (lengths.max(0) > keep.max_length)
-            too_odd = ~blank & ~too_long & (lengths.max(0) > keep.max_length_ratio * lengths.min(0))
-            empty, long, odd = empty + int(blank.sum()), long + int(too_long.sum()), odd + int(too_odd.sum())
-            kept = ~(blank | too_long | too_odd)
+            too_uneven = ~blank & ~too_long & (lengths.max(0) > keep.max_length_ratio * lengths.min(0))
+            empty, long = empty + int(blank.sum()), long + int(too_long.sum())
+            length_ratio += int(too_uneven.sum())
+            kept = ~(blank | too_long | too_uneven)
         source.append(rows[0], kept)
         target.append(rows[1], kept)
     report = None
     if keep is not None:
-        report = FilterReport(len(pairs), empty, long, odd, keep.max_length, keep.max_length_ratio)
+        report = FilterReport(len(pairs), empty, long, length_ratio, keep.max_length, keep.max_length_ratio)
         if not report.kept:
             raise UserError(
                 f"{pairs.origin}: no pair is left for training: {report}; check the files, or raise data.max_length "
@@ -228,6 +229,8 @@ def _load(directory: Path, model: ModelConfig) -> EncodedPairs | None:
                 return None
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         report = manifest["report"]
+        if report and "odd" in report:  # the name in caches of runs of format 1
+            report["length_ratio"] = report.pop("odd")
         report = report and FilterReport(**report)
         return EncodedPairs(**arrays, source_eos=model.source_eos, source_bos=model.source_bos, report=report)
     except (OSError, ValueError, KeyError, TypeError, EOFError):

@@ -1,4 +1,4 @@
-"""Sentence pairs from files: two parallel text files, tab-separated values, or JSON lines; packed or not."""
+"""Read sentence pairs from files: two parallel text files, tab-separated values, or JSON lines; also compressed."""
 
 import codecs
 import io
@@ -17,7 +17,11 @@ _SUFFIXES = ("", ".gz", ".xz", ".zst")
 
 
 def read_text(config: DataConfig, stem: str) -> Pairs:
-    """`{directory}/{stem}.{language}` for both languages, one sentence a line. See `read_split` for the errors."""
+    """Read `{directory}/{stem}.{language}` for both languages, with one sentence on each line.
+
+    Raises:
+        UserError: a file is missing, damaged or not UTF-8, or the files have different numbers of lines.
+    """
     paths = [
         _find(config.directory, f"{stem}.{language}") for language in (config.source_language, config.target_language)
     ]
@@ -31,9 +35,14 @@ def read_text(config: DataConfig, stem: str) -> Pairs:
 
 
 def read_tsv(config: DataConfig, stem: str) -> Pairs:
-    """Two columns of `{directory}/{stem}.tsv`. Columns are split at tabs and nothing else: quotes are text.
+    """Read two columns of `{directory}/{stem}.tsv`. Columns are separated by tabs, and quotes are text.
 
-    Columns are named by the first line, or, where both are given as numbers (from 1), there is no such line.
+    The first line names the columns, unless `data.source_column` and `data.target_column` are numbers, which count
+    from 1.
+
+    Raises:
+        UserError: the file is missing, damaged or not UTF-8; a column is missing; or a line has another number of
+            columns than the first.
     """
     path = _find(config.directory, f"{stem}.tsv")
     wanted = _columns(config)
@@ -66,7 +75,13 @@ def read_tsv(config: DataConfig, stem: str) -> Pairs:
 
 
 def read_jsonl(config: DataConfig, stem: str) -> Pairs:
-    """Two keys of `{directory}/{stem}.jsonl`, one JSON object a line, or of the object under its key `translation`."""
+    """Read two keys of `{directory}/{stem}.jsonl`, with one JSON object on each line.
+
+    If an object has an object under its key `translation`, the keys of that object are read.
+
+    Raises:
+        UserError: the file is missing, damaged or not UTF-8, or a line is not a JSON object with both keys.
+    """
     path = _find(config.directory, f"{stem}.jsonl")
     names = _columns(config)
     sides: tuple[list[str], list[str]] = ([], [])
@@ -90,12 +105,12 @@ def read_jsonl(config: DataConfig, stem: str) -> Pairs:
 
 
 def read_lines(path: Path) -> list[str]:
-    r"""The lines of a text file in UTF-8, unpacked if it ends with .gz, .xz or .zst.
+    r"""Return the lines of a UTF-8 text file, which is decompressed if its name ends with .gz, .xz or .zst.
 
-    A line ends at "\n" and nowhere else; one "\r" before it is dropped, as is a byte-order mark at the beginning.
+    Lines end at "\n" only. One "\r" before it is dropped, and so is a byte-order mark at the start of the file.
 
     Raises:
-        UserError: the file is missing, damaged or not UTF-8; names the file and the line.
+        UserError: the file is missing, damaged or not UTF-8. The message names the file and the line.
     """
     return list(_numbered_lines(path))
 
@@ -113,14 +128,14 @@ def _numbered_lines(path: Path) -> Iterator[str]:
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The whole file, unpacked. Every damage to a packed file is found here, before a line of it is used."""
+    """Return the decompressed content of a file. Damage anywhere in the file is an error before any line is used."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         if path.suffix == ".gz":
-            return _unpack(data, lambda: zlib.decompressobj(wbits=31))  # 31: with the head and sum of gzip
+            return _unpack(data, lambda: zlib.decompressobj(wbits=31))  # 31: with gzip's header and checksum
         if path.suffix == ".xz":
             return _unpack(data, lzma.LZMADecompressor)
         if path.suffix == ".zst":
@@ -133,7 +148,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _unpack(data: bytes, decompressor: Callable[[], Any]) -> bytes:
-    """One packed part after the other. Unlike the libraries' own readers, this sees a cut and a tail of rubbish."""
+    """Decompress all parts of a file. Unlike the libraries' own readers, this detects truncation and trailing bytes."""
     parts = []
     while True:
         part = decompressor()
@@ -146,7 +161,7 @@ def _unpack(data: bytes, decompressor: Callable[[], Any]) -> bytes:
 
 
 def _find(directory: str, name: str) -> Path:
-    """The one file of this name, packed or not."""
+    """Return the path of the file with this name, with or without a suffix for compression."""
     paths = [Path(directory).expanduser() / (name + suffix) for suffix in _SUFFIXES]
     found = [path for path in paths if path.is_file()]
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""Sentence pairs: two columns of text of equal length."""
+"""Store sentence pairs as two columns of text of equal length."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ _ROWS_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentence pairs of one split; `source[i]` and `target[i]` belong together. No sentence has a newline in it.
+    """Sentence pairs of one split. `target[i]` is the translation of `source[i]`; no sentence contains a newline.
 
     Args:
-        source: one sentence an item.
-        target: as many sentences.
-        origin: where they come from, for messages, such as the names of the files.
+        source: the source sentences.
+        target: the target sentences, the same number.
+        origin: names of the files or of the data set, for messages.
+
+    Raises:
+        UserError: the numbers of sentences differ, or are 0.
     """
 
     source: Sequence[str]
@@ -29,25 +32,25 @@ class Pairs:
         if len(self.source) != len(self.target):
             raise UserError(
                 f"{self.origin}: {len(self.source)} source sentences and {len(self.target)} target sentences; "
-                "there must be as many of both"
+                "both sides must have the same number"
             )
         if not self.source:
-            raise UserError(f"{self.origin}: no sentence pairs; an empty corpus is of no use")
+            raise UserError(f"{self.origin}: no sentence pairs; the corpus is empty")
 
     def __len__(self) -> int:
         return len(self.source)
 
     def chunks(self, size: int = _ROWS_AT_ONCE) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-        """The pairs in order, at most `size` at a time: lists of source and of target sentences."""
+        """Yield the pairs in order, at most `size` at a time, as lists of source and of target sentences."""
         for start in range(0, len(self), size):
             yield self.source[start : start + size], self.target[start : start + size]
 
 
 class LazyColumn(Sequence[str]):
-    """A column of text that stays in its memory-mapped table until it is read, some thousand rows at a time.
+    """A column of text that is read from its memory-mapped table on access, thousands of rows at a time.
 
     Args:
-        fetch: fetch(start, stop) gives the sentences of those rows.
+        fetch: fetch(start, stop) returns the sentences of rows `start` to `stop - 1`.
         length: number of rows.
     """
 
@@ -77,14 +80,14 @@ class LazyColumn(Sequence[str]):
 
 
 def clean_sentence(value: Any, where: str) -> str:
-    """`value` as one line of text. Newlines become spaces, since a line is a sentence everywhere else.
+    """Return a value as one line of text. Newlines become spaces, because a line holds one sentence.
 
     Args:
         value: text, or bytes in UTF-8.
         where: file and line, or data set and row, for the message.
 
     Raises:
-        UserError: not text, not UTF-8, or text that UTF-8 cannot hold (half a surrogate pair).
+        UserError: the value is not text, or cannot be encoded in UTF-8, such as half of a surrogate pair.
     """
     try:
         if isinstance(value, bytes):
@@ -94,5 +97,5 @@ def clean_sentence(value: Any, where: str) -> str:
         if not value.isascii():
             value.encode("utf-8")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UserError(f"{where}: not valid UTF-8: {error.reason}; put the text right") from error
+        raise UserError(f"{where}: not valid UTF-8: {error.reason}; correct the text") from error
     return value.replace("\r\n", " ").replace("\n", " ")

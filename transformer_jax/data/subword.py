@@ -1,4 +1,4 @@
-"""Tokenizers of imported models: SentencePiece and subword-nmt."""
+"""Subword tokenizers that come with imported models: SentencePiece and subword-nmt."""
 
 import base64
 import itertools
@@ -8,27 +8,27 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.data.tokenizer import Kind, Tokenizer, WordTokenizer
+from transformer_jax.data.tokenizer import Kind, SpecialIds, Tokenizer, WordTokenizer
 from transformer_jax.types import UserError, first_line
 
 _SPACE = "\u2581"  # stands for a space in a piece
-# Before these the option `clean_up` takes the space away, and around a lone apostrophe both, one after the other.
+# The option `clean_up` removes the spaces around these, in this order.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Pieces of a SentencePiece model, each with the id that the vocabulary gives it.
+    """Pieces of a SentencePiece model, with the ids of a separate vocabulary.
 
-    A language code at the start of a line, `>>fra<<`, is one token.
+    A language code at the start of a text, such as `>>fra<<`, is one token.
 
     Args:
         model: the bytes of a `.spm` file.
-        vocabulary: the id of each piece, special tokens included; ids may be missing in between.
-        special: the ids of PAD, BOS, EOS and of unknown pieces. The first three are never found in text.
-        clean_up: whether decoding takes spaces before punctuation away (`clean_up_tokenization_spaces`).
+        vocabulary: the id of each piece, including the special tokens. Ids need not be contiguous.
+        special: ids of PAD, BOS, EOS and unknown pieces. No text gives the first three.
+        clean_up: whether decoding removes spaces before punctuation (`clean_up_tokenization_spaces`).
 
     Raises:
-        UserError: sentencepiece is not installed, the model is damaged, or the vocabulary gives an id twice.
+        UserError: sentencepiece is not installed, the model is damaged, or two pieces have the same id.
     """
 
     kind: Kind = "sentencepiece"
@@ -47,49 +47,50 @@ class SentencePieceTokenizer(Tokenizer):
         for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
             if type(getattr(self, name)) is not int:
                 raise UserError(f"SentencePiece vocabulary: {name} is {getattr(self, name)!r}; it must be a number")
-        strange = {piece: i for piece, i in self.vocabulary.items() if type(i) is not int or i < 0}
-        if strange or not self.vocabulary:
-            raise UserError(f"SentencePiece vocabulary: ids must be numbers from 0; found {strange}")
+        invalid = {piece: i for piece, i in self.vocabulary.items() if type(i) is not int or i < 0}
+        if invalid or not self.vocabulary:
+            raise UserError(f"SentencePiece vocabulary: ids must be numbers from 0; found {invalid}")
         self._pieces = {i: piece for piece, i in self.vocabulary.items()}
         if len(self._pieces) != len(self.vocabulary):
-            twice = sorted(piece for piece, i in self.vocabulary.items() if self._pieces[i] != piece)
-            raise UserError(f"SentencePiece vocabulary: these pieces have ids of other pieces: {twice[:10]}")
+            duplicates = sorted(piece for piece, i in self.vocabulary.items() if self._pieces[i] != piece)
+            raise UserError(f"SentencePiece vocabulary: these pieces have ids of other pieces: {duplicates[:10]}")
         self.vocab_size = max(self._pieces) + 1
         hidden = {self.pad_id, self.bos_id, self.eos_id}
         self._ids = {piece: i for piece, i in self.vocabulary.items() if i not in hidden}
-        self._processor = _load(model)
+        self._processor = _load_processor(model)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Pieces outside the vocabulary give `unk_id`, as does a language code that is not in it."""
-        return [[self._ids.get(piece, self.unk_id) for piece in self._cut(text)] for text in texts]
+        """Return the ids of each text. Pieces and language codes outside the vocabulary give `unk_id`."""
+        return [[self._ids.get(piece, self.unk_id) for piece in self._split(text)] for text in texts]
 
-    def _cut(self, text: str) -> list[str]:
+    def _split(self, text: str) -> list[str]:
         code, end, rest = text.partition("<<")
         if text.startswith(">>") and end:
             return [code + end, *self._processor.encode(rest, out_type=str)]
         return self._processor.encode(text, out_type=str)
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """`unk_id` gives nothing, like the other special tokens."""
-        found = [[self._pieces.get(i) for i in self._visible(row) if i != self.unk_id] for row in rows]
-        pieces = [[piece for piece in row if piece is not None] for row in found]
-        return [self._joined(row) if row else "" for row in pieces]
+        """Return the text of each row. `unk_id` gives no text, like the other special tokens."""
+        pieces = [
+            [self._pieces[i] for i in self._visible(row) if i != self.unk_id and i in self._pieces] for row in rows
+        ]
+        return [self._join_pieces(row) if row else "" for row in pieces]
 
-    def _joined(self, pieces: list[str]) -> str:
+    def _join_pieces(self, pieces: list[str]) -> str:
         text = self._processor.decode_pieces(pieces).replace(_SPACE, " ").strip()
         for spaced in _CLEANED if self.clean_up else ():
             text = text.replace(spaced, spaced.strip())
         return text
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each id, as the vocabulary spells it."""
+        """Return the piece of each id as the vocabulary spells it."""
         return [self._pieces.get(int(i), f"<{int(i)}>") for i in ids]
 
     def to_json(self) -> str:
-        """The whole tokenizer, the model as base64."""
+        """Return the complete tokenizer as JSON, with the model as base64."""
         tree = {
             "kind": self.kind,
-            "special": [self.pad_id, self.bos_id, self.eos_id, self.unk_id],
+            "special": self.special_ids,
             "vocabulary": self.vocabulary,
             "clean_up": self.clean_up,
             "model": base64.b64encode(self.model).decode("ascii"),
@@ -97,8 +98,7 @@ class SentencePieceTokenizer(Tokenizer):
         return json.dumps(tree, ensure_ascii=False)
 
 
-def _load(model: bytes) -> Any:
-    """The library's processor; it keeps nothing but the bytes."""
+def _load_processor(model: bytes) -> Any:
     try:
         import sentencepiece
     except ImportError as error:
@@ -113,43 +113,44 @@ def _load(model: bytes) -> Any:
     return processor
 
 
-_END = "</w>"  # stands behind the last letter of a word
+_END = "</w>"  # follows the last letter of a word
 
 
 class SubwordTokenizer(WordTokenizer):
-    """Words between spaces, cut by merges into pieces of a vocabulary; "@@" marks a piece that is continued.
+    """Words between spaces, split into pieces by the merges of subword-nmt. "@@" marks all pieces but a word's last.
 
     Args:
-        merges: pairs of pieces, the first merged first; the last piece of a word ends with "</w>".
-        vocabulary: the piece of each id, special tokens included.
-        special: the ids of PAD, BOS, EOS and UNK.
+        merges: pairs of pieces in the order in which they are merged. The last piece of a word ends with "</w>".
+        vocabulary: the piece of each id, including the special tokens.
+        special: ids of PAD, BOS, EOS and unknown pieces.
     """
 
     kind: Kind
 
-    def __init__(
-        self, merges: Sequence[tuple[str, str]], vocabulary: Sequence[str], special: tuple[int, int, int, int | None]
-    ) -> None:
+    def __init__(self, merges: Sequence[tuple[str, str]], vocabulary: Sequence[str], special: SpecialIds) -> None:
         super().__init__("pretokenized", vocabulary, special)
         self.kind = "subword_nmt"
         self._merges = [(left, right) for left, right in merges]
         self._ranks = {pair: rank for rank, pair in reversed(list(enumerate(self._merges)))}
-        self._pieces = lru_cache(maxsize=100_000)(self._cut)
+        self._pieces = lru_cache(maxsize=100_000)(self._split)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of the pieces; those outside the vocabulary give `unk_id`."""
+        """Return the ids of each text. Pieces outside the vocabulary give `unk_id`."""
         return [
             [self._id(piece, line) for word in text.split() for piece in self._pieces(word)]
             for line, text in enumerate(texts, 1)
         ]
 
     def plain(self, text: str) -> str:
-        """Words with one space between: what `decode` makes of the pieces."""
+        """Return the words with one space between them, as `decode` writes them."""
         return " ".join(text.split())
 
-    def _cut(self, word: str) -> tuple[str, ...]:
-        """A word's pieces. The time goes with the square of its length, so one of more than 1,000 letters, such as a
-        megabyte without a space, is cut in stretches of 200."""
+    def _split(self, word: str) -> tuple[str, ...]:
+        """Return the pieces of a word.
+
+        The time is quadratic in the length of the word, so a word of more than 1,000 letters is merged in stretches of
+        200 letters.
+        """
         stretch = len(word) if len(word) <= 1000 else 200
         letters = [*word[:-1], word[-1] + _END]
         pieces = [p for start in range(0, len(word), stretch) for p in self._merge(letters[start : start + stretch])]
@@ -172,17 +173,16 @@ class SubwordTokenizer(WordTokenizer):
         return pieces
 
     def to_json(self) -> str:
-        """The merges stand beside the vocabulary."""
+        """Return the complete tokenizer as JSON, with the merges."""
         tree: dict[str, Any] = json.loads(super().to_json())
-        special = [self.pad_id, self.bos_id, self.eos_id, self.unk_id]
-        return json.dumps(tree | {"special": special, "merges": self._merges}, ensure_ascii=False)
+        return json.dumps(tree | {"special": self.special_ids, "merges": self._merges}, ensure_ascii=False)
 
 
 def read_codes(path: Path) -> list[tuple[str, str]]:
-    """The merges of a file of codes: `#version: 0.2` and "left right" lines, or fastBPE's with a count behind.
+    """Read the merges of a codes file of subword-nmt ("left right" on each line) or fastBPE ("left right count").
 
     Raises:
-        UserError: another version, or a line that is no pair.
+        UserError: the file cannot be read, has another version than 0.2, or has a line that is not a pair.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")

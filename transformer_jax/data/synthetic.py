@@ -1,4 +1,4 @@
-"""Corpora that need no files: spelled-out numbers (German) and the copy task."""
+"""Generate corpora without files: numbers spelled out in English and German, and the copy task."""
 
 import numpy as np
 
@@ -9,22 +9,21 @@ from transformer_jax.types import UserError
 LIMIT = 1_000_000
 """Numbers are drawn from 0 to LIMIT - 1."""
 
-_DRAW_SEED = 2017  # of the split into training, validation and test; not the training seed, so scores compare
+_DRAW_SEED = 2017  # of the splits; independent of the training seed, so that scores are comparable
 _LANGUAGES = ("en", "de")
 
 
 def numbers_corpus(config: DataConfig) -> dict[Split, Pairs]:
-    """Training, validation and test numbers: drawn uniformly from 0 to 999,999, no number twice.
+    """Draw distinct numbers uniformly from 0 to 999,999 and spell them out, for training, validation and test.
 
-    The test numbers do not depend on `synthetic_valid_size` and `synthetic_train_size`. A split of no numbers is
-    left out.
+    The test numbers do not depend on `synthetic_valid_size` and `synthetic_train_size`. A split of size 0 is omitted.
 
     >>> corpus = numbers_corpus(DataConfig(synthetic_train_size=2, synthetic_valid_size=0, synthetic_test_size=1))
     >>> sorted(corpus), len(corpus["train"])
     (['test', 'train'], 2)
 
     Raises:
-        UserError: a language other than en and de.
+        UserError: a language is neither en nor de.
     """
     for name in ("source_language", "target_language"):
         if getattr(config, name) not in _LANGUAGES:
@@ -39,7 +38,7 @@ def numbers_corpus(config: DataConfig) -> dict[Split, Pairs]:
 
 
 def share_out(values: list[int], config: DataConfig) -> dict[Split, list[int]]:
-    """Split values into test (the first `synthetic_test_size`), validation and training; no empty split.
+    """Split values into test (the first `synthetic_test_size`), validation and training. Empty splits are omitted.
 
     >>> share_out([5, 6, 7, 8], DataConfig(synthetic_train_size=2, synthetic_valid_size=0, synthetic_test_size=1))
     {'test': [5], 'train': [6, 7]}
@@ -59,7 +58,7 @@ def share_out(values: list[int], config: DataConfig) -> dict[Split, list[int]]:
 
 
 def spell_numbers(values: list[int], language: str) -> list[str]:
-    """Each number from 0 to 999,999 in words, as num2words spells it.
+    """Return each number from 0 to 999,999 in words, as num2words spells it.
 
     >>> spell_numbers([21, 300_021], "en")
     ['twenty-one', 'three hundred thousand and twenty-one']
@@ -68,8 +67,8 @@ def spell_numbers(values: list[int], language: str) -> list[str]:
     """
     from num2words import num2words
 
-    # num2words takes 0.1 ms a number. Both languages spell thousands, a joint and the rest, so 2,000 calls suffice
-    # for the whole million; a test holds this against num2words itself.
+    # num2words takes 0.1 ms for each number. Both languages spell the thousands, a conjunction and the rest, so 2,000
+    # calls suffice for a million numbers. A test compares this with num2words itself.
     words: dict[int, str] = {}
 
     def spell(value: int) -> str:
@@ -93,9 +92,9 @@ def spell_numbers(values: list[int], language: str) -> list[str]:
 
 
 SYMBOLS, LENGTH = 10, 10
-"""Each row has LENGTH symbols, each of them one of SYMBOLS."""
+"""Number of different symbols, and number of symbols in each row of the copy task."""
 
-_COPY_SEED = 2017  # not the training seed, so scores compare
+_COPY_SEED = 2017  # independent of the training seed, so that scores are comparable
 
 
 def copy_corpus(config: DataConfig) -> dict[Split, Pairs]:
@@ -106,7 +105,7 @@ def copy_corpus(config: DataConfig) -> dict[Split, Pairs]:
     (True, 2, 9)
     """
     wanted = config.synthetic_train_size + config.synthetic_valid_size + config.synthetic_test_size
-    # A row is a number of ten digits. The few that are drawn twice are left out: of a million about 50.
+    # A row is a number of ten digits. Duplicates are dropped: about 50 in a million.
     drawn = np.random.default_rng(_COPY_SEED).integers(0, SYMBOLS**LENGTH, wanted + 1_000).tolist()
     corpus: dict[Split, Pairs] = {}
     for split, values in share_out(list(dict.fromkeys(drawn)), config).items():
