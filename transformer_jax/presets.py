@@ -74,6 +74,7 @@ alpha               0.6           0.6           0.6           0.6           0.6 
 length_penalty      gnmt          gnmt          gnmt          gnmt          power         power         gnmt
 stopping            paper         paper         paper         paper         ctranslate2   huggingface   paper
 max_length_offset           50            50            50            100           200           512           50
+min_length          0             0             0             0             1             0             0
 checkpoint          average       average       average       average       average       average       average
 """
 

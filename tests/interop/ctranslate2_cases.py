@@ -24,6 +24,7 @@ MODELS = {
     "learned": {"positions": "learned", "position_offset": 2, "tie_embeddings": "target", "decoder_start": "eos"},
     "fairseq": {"positions": "halves", "position_exponent": "tensor2tensor", "position_offset": 2},
     "without source EOS": {"source_eos": False, "norm_epsilon": 1e-2, "decoder_start": "pad", "position_offset": 1},
+    "source BOS": {"source_bos": True},
     "two vocabularies": {"tie_embeddings": "none", "logits_bias": True, "source_vocab_size": len(WORDS) + 4},
 }
 

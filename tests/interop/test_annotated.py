@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 from interop_cases import REAL, SRC, TGT_IN, assert_same_trees, logits, odd, random_params
 
-from transformer_jax.interop.annotated_format import OPUS_BOOKS, annotated_from_params, params_from_annotated
-from transformer_jax.types import UserError
+from transformer_jax.config import Config, DataConfig
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.decoding.translator import Translator
+from transformer_jax.interop.convert import import_run
+from transformer_jax.interop.tables import flatten, unflatten
+from transformer_jax.interop.torch_format import OPUS_BOOKS, annotated_from_params, params_from_annotated
+from transformer_jax.types import SPECIAL_TOKENS, UserError
 
 CONVENTIONS = {
     "norm_position": "pre",
@@ -110,7 +116,7 @@ def test_stored_positions_are_compared():
     state = annotated_from_params(params, CONFIG)
     table = sinusoids(50, 12).astype(np.float32)[None]
     assert_same_trees(params_from_annotated(state | {"src_embed.1.pe": table}, CONFIG), params)
-    with pytest.raises(UserError, match=r"src_embed.1.pe is not the table"):
+    with pytest.raises(UserError, match=r"src_embed.1.pe is not the position table"):
         params_from_annotated(state | {"src_embed.1.pe": table[:, 1:]}, CONFIG)
 
 
@@ -121,5 +127,71 @@ def test_stored_positions_are_compared():
 )  # fmt: skip
 def test_other_conventions_are_refused(changes):
     config = odd(**CONVENTIONS | changes)
-    with pytest.raises(UserError, match=f"annotated cannot hold this model: .*{next(iter(changes))}"):
+    with pytest.raises(UserError, match=f"annotated cannot express this model: .*{next(iter(changes))}"):
         params_from_annotated({}, config)
+
+
+def greedy_ids(model, source, limit, start_id, end_id, torch):
+    """The greedy output of a torch model, with EOS, for the source ids exactly as given."""
+    tokens = [start_id]
+    with torch.no_grad():
+        while len(tokens) <= limit and (len(tokens) == 1 or tokens[-1] != end_id):
+            tokens.append(int(model(torch.tensor([source]), torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[1:]
+
+
+def test_model_trained_with_source_bos_translates_its_own_greedy_lines(optional_package, tmp_path):
+    """annotated-transformer's batches are <s> source </s>: without source_bos the translations differ."""
+    torch = optional_package("torch")
+    from transformer_jax.parity.annotated_model import AnnotatedTransformer
+    from transformer_jax.parity.torch_model import load_numpy
+
+    words = [f"w{i}" for i in range(18)]
+    pair = TokenizerPair(*[WordTokenizer("word", [*SPECIAL_TOKENS, *words])] * 2)
+    pair.save(tmp_path / "tokenizer")
+    config = odd(**CONVENTIONS | {"vocab_size": 22, "source_vocab_size": 22, "decoder_num_heads": 3})
+    model = AnnotatedTransformer(config).eval()
+    # Weights whose greedy output depends on every source token.
+    leaves = flatten(random_params(config, seed=2))
+    leaves |= {path: 3 * leaf for path, leaf in leaves.items() if leaf.ndim > 1}
+    leaves |= {path: 1 + leaf for path, leaf in leaves.items() if path.endswith("scale")}
+    leaves["target_embedding/table"] = leaves["target_embedding/table"] / 12
+    leaves["logits_bias"][2] += 1
+    params = unflatten(leaves)
+    load_numpy(model, annotated_from_params(params, config))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+
+    with pytest.raises(UserError, match=r"cannot show num_heads, source_bos\. State --num-heads .*; --source-bos"):
+        import_run(tmp_path / "model.pt", "annotated", tmp_path / "run")
+    with pytest.raises(UserError, match=r"cannot show source_bos\. State --source-bos \(whether .*<s> source </s>"):
+        import_run(tmp_path / "model.pt", "annotated", tmp_path / "run", num_heads=3)
+    assert not (tmp_path / "run").exists()
+
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(words, length)) for length in (3, 4, 5, 6, 7, 8)]
+    rows = [[1, *ids, 2] for ids in pair.source.encode(texts)]
+    expected = pair.target.decode([greedy_ids(model, row, len(row) - 1 + 8, 1, 2, torch) for row in rows])
+    equal = {}
+    for source_bos in (True, False):
+        run = import_run(
+            tmp_path / "model.pt", "annotated", tmp_path / "run", num_heads=3, source_bos=source_bos, overwrite=True
+        )
+        assert run.load_config().model.source_bos is source_bos
+        found = Translator.load(run.path, beam_size=1, max_length_offset=8).translate(texts)
+        equal[source_bos] = sum(map(str.__eq__, found, expected))
+    assert equal[True] == len(texts) > equal[False]
+
+
+def test_annotated_model_with_a_configuration_without_source_bos_logs_a_warning(optional_package, tmp_path, caplog):
+    torch = optional_package("torch")
+    config = odd(**CONVENTIONS | {"source_vocab_size": None, "vocab_size": 22})
+    pair = TokenizerPair(*[WordTokenizer("word", [*SPECIAL_TOKENS, *(f"w{i}" for i in range(18))])] * 2)
+    pair.save(tmp_path / "tokenizer")
+    state = annotated_from_params(random_params(config), config)
+    torch.save({name: torch.tensor(value) for name, value in state.items()}, tmp_path / "model.pt")
+    whole = Config(model=config, data=DataConfig(max_length=30))
+    import_run(tmp_path / "model.pt", "annotated", tmp_path / "run", config=whole)
+    assert "model.source_bos=False" in caplog.text
+    caplog.clear()
+    import_run(tmp_path / "model.pt", "annotated", tmp_path / "with", config=whole, source_bos=True)
+    assert "source_bos" not in caplog.text

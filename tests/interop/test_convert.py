@@ -1,9 +1,12 @@
 """The commands import and export: runs that translate, folders that are not lost, files that execute nothing."""
 
+import dataclasses
 import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -90,9 +93,12 @@ def test_a_bare_state_dict_needs_what_it_does_not_store(run, tmp_path, capsys, o
     shutil.copy(tmp_path / "out" / "model.pt", bare)
     start = ("import", "--from", "torch", bare, "--output", tmp_path / "new")
     assert command(*start) == 1
-    assert "stores neither the number of heads" in capsys.readouterr().err
-    assert command(*start, "--config", run / "config.json") == 1
-    assert "stores no tokenizer: give one with --tokenizer" in capsys.readouterr().err
+    assert "stores no tokenizer. Pass a run's folder or a tokenizer.json with --tokenizer" in capsys.readouterr().err
+    assert command(*start, "--tokenizer", run) == 1
+    error = capsys.readouterr().err
+    assert "the tensors show vocab_size=300, source_vocab_size=None, d_model=16, num_layers=1, d_ff=24" in error
+    assert "cannot show num_heads, source_bos, norm_position, activation, scale_embeddings, positions" in error
+    assert "State --num-heads (the number of attention heads); --source-bos (" in error
     assert not (tmp_path / "new").exists()
     assert command(*start, "--config", run / "config.json", "--tokenizer", run) == 0
     assert_same_trees(params_of(tmp_path / "new"), params_of(run))
@@ -110,7 +116,7 @@ def test_containers_of_training_scripts_are_opened(run, tmp_path, optional_packa
 def test_output_that_is_not_empty(run, tmp_path):
     out = export_run(run, "safetensors", tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="is not empty: give another output, or --overwrite"):
+    with pytest.raises(UserError, match=r"is not empty\. Choose another output, or replace it with --overwrite"):
         export_run(run, "safetensors", out)
     export_run(run, "safetensors", out, overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
@@ -151,8 +157,77 @@ def test_a_replacement_that_fails_leaves_what_was_there(run, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_configuration_is_proposed_from_the_tensors(run, tmp_path, optional_package):
+    optional_package("torch")
+    export_run(run, "torch", tmp_path / "out")
+    (tmp_path / "out" / "config.json").unlink()
+    stated = ("--num-heads", 2, "--source-bos", "False", "--norm-position", "post", "--activation", "relu")
+    stated += ("--scale-embeddings", "True", "--positions", "interleaved")
+    assert command("import", "--from", "torch", tmp_path / "out", "--output", tmp_path / "new", *stated) == 0
+    found, expected = (RunDir(path).load_config().model for path in (tmp_path / "new", run))
+    # A torch export always has attention biases, here of zeros.
+    assert found == dataclasses.replace(expected, attention_bias=False)
+    assert_same_trees(params_of(tmp_path / "new"), params_of(run))
+
+
+WRITE = """
+import sys
+from transformer_jax.interop import convert
+from transformer_jax.types import UserError
+
+print("ready", flush=True)
+sys.stdin.readline()
+original = getattr(convert.TokenizerPair, "save")
+
+def slow(self, folder):
+    original(self, folder)
+    print("writing", flush=True)
+    sys.stdin.readline()
+
+convert.TokenizerPair.save = slow
+try:
+    function = convert.import_run if sys.argv[1] == "import" else convert.export_run
+    function(sys.argv[2], "safetensors", sys.argv[3])
+    print("done", flush=True)
+except UserError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_of_two_commands_with_one_output_exactly_one_succeeds(direction, run, tmp_path):
+    origin = run if direction == "export" else export_run(run, "safetensors", tmp_path / "exported")
+    output = tmp_path / "out"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE, direction, str(origin), str(output)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    first, second = processes
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
+
+    def proceed(process):
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+
+    assert proceed(first) == "writing"
+    assert proceed(second) == f"{output}: another process is writing it; choose another output"
+    assert proceed(first) == "done"
+    for process in processes:
+        process.communicate(timeout=60)
+    if direction == "export":
+        export_run(run, "safetensors", tmp_path / "other")
+        assert (output / "model.safetensors").read_bytes() == (tmp_path / "other" / "model.safetensors").read_bytes()
+    else:
+        assert_same_trees(params_of(output), params_of(run))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
 class Malicious:
-    """A pickle that, were it read without care, would make a folder."""
+    """A pickle that creates a folder if it is executed."""
 
     def __init__(self, path):
         self.path = path
@@ -221,7 +296,7 @@ def test_tokenizer_of_another_size_is_refused(run, tmp_path, capsys):
         (("import", "--from", "marian", "nowhere", "--output", "x"), "nowhere: no such file or folder"),
         (
             ("import", "--from", "fairseq", ".", "--output", "x", "--mapping", "m"),
-            "mapping is given, and the format fairseq has no use",
+            "the format fairseq has no use for mapping",
         ),
         (("export", "nowhere", "--to", "torch", "--output", "x"), "nowhere is not a run"),
     ],

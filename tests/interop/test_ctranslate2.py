@@ -14,7 +14,7 @@ from transformer_jax.config import Config, TokenizerConfig
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.interop.ctranslate2_file import read_model_file
+from transformer_jax.interop.ctranslate2_files import read_model_file, write_model_file
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import SPECIAL_TOKENS
@@ -64,7 +64,16 @@ def test_own_export_comes_back(tmp_path, name):
         assert_same_trees(again.params, params)
         same = ("positions", "position_exponent", "position_offset", "norm_position", "final_norm", "norm_epsilon")
         same += ("activation", "attention_bias", "logits_bias", "tie_embeddings", "scale_embeddings", "decoder_start")
-        same += ("source_eos", "encoder", "decoder", "vocab_size", "source_rows", "max_length", "start_id")
+        same += (
+            "source_bos",
+            "source_eos",
+            "encoder",
+            "decoder",
+            "vocab_size",
+            "source_rows",
+            "max_length",
+            "start_id",
+        )
         for field in same:
             assert getattr(again.config.model, field) == getattr(config.model, field), field
     other = tmp_path / "again"
@@ -72,6 +81,18 @@ def test_own_export_comes_back(tmp_path, name):
     write_ctranslate2(other, again.config, again.params, again.tokenizers, warn=pytest.fail)
     assert (other / "model.bin").read_bytes() == (tmp_path / "model.bin").read_bytes()
     assert (other / "config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
+
+
+def test_flag_of_older_files_for_source_bos_is_read(tmp_path):
+    config, params, pair = run("source BOS")
+    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["add_source_bos"] is True
+    variables = {name: np.array(value) for name, value in read_model_file(tmp_path / "model.bin").variables.items()}
+    write_model_file(tmp_path / "model.bin", variables | {"with_source_bos": np.array(1, np.int8)}, {})
+    del settings["add_source_bos"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_ctranslate2(tmp_path).config.model.source_bos
 
 
 def test_tied_tables_are_stored_once(tmp_path):
@@ -135,7 +156,7 @@ def test_what_translate_batch_does_otherwise_is_said(tmp_path):
     config, params, pair = run("paper", length_penalty="gnmt", forbidden_ids=(5, 6))
     said = []
     write_ctranslate2(tmp_path, config, params, pair, said.append)
-    assert "decoding.length_penalty is 'gnmt'" in said[0]
+    assert "decoding.length_penalty='gnmt'" in said[0]
     assert 'suppress_sequences=[["w1"], ["w2"]]' in said[1]
 
 

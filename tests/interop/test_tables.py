@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from interop_cases import assert_same_trees, odd, random_params
 
-from transformer_jax.interop.mapping import read_mapping
+from transformer_jax.interop.mapping import check_mapping, read_mapping
 from transformer_jax.interop.tables import Table, flatten, from_foreign, row, to_foreign, unflatten
 from transformer_jax.interop.torch_format import TABLE, params_from_torch, torch_from_params
+from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import UserError
 
 CONFIG = odd()
@@ -56,7 +57,7 @@ def test_a_number_too_large_for_the_dtype_is_refused():
 def test_two_names_for_one_tensor_are_refused():
     found = tensors()
     found["module.generator.weight"] = found["generator.weight"]
-    with pytest.raises(UserError, match=r"generator.weight and module.generator.weight both stand for"):
+    with pytest.raises(UserError, match=r"generator.weight and module.generator.weight both mean"):
         params_from_torch(found, CONFIG)
 
 
@@ -68,7 +69,7 @@ def test_integers_are_refused():
 def test_tied_tables_must_agree():
     found = tensors()
     found["generator.weight"] = found["generator.weight"] + 1
-    assert "generator.weight differs from the other tensors that are embedding/table here" in message(found)
+    assert "generator.weight differs from the other tensors that are embedding/table" in message(found)
 
 
 def test_a_bias_that_the_model_lacks_may_be_there_only_as_zeros():
@@ -87,9 +88,9 @@ def test_one_layer_too_many_is_left_over():
 def test_a_format_without_a_place_for_a_parameter_says_so():
     table = Table(tuple(item for item in TABLE.rows if "logits_bias" not in item.ours))
     config = odd(logits_bias=True)
-    with pytest.raises(UserError, match="the format has no place for logits_bias"):
+    with pytest.raises(UserError, match="the format has no tensor for logits_bias"):
         to_foreign(random_params(config), table, config)
-    with pytest.raises(UserError, match="the format has no place for logits_bias"):
+    with pytest.raises(UserError, match="the format has no tensor for logits_bias"):
         from_foreign(tensors(), table, config, "FILE")
 
 
@@ -106,6 +107,47 @@ def test_layout_of_heads():
     assert found["b"].shape == (12, 3 * 2)
     assert found["a"][2 * 5 + 4, 7] == query[7, 2, 4]
     assert found["b"][9, 2 * 2 + 1] == output[2, 1, 9]
+
+
+def shortened(params):
+    """A state dict under other names, with fused query, key and value, and the mapping file for it."""
+    tensors = {"position.pe": sinusoids(3, 12)}
+    names = {"self_attention": "attn", "cross_attention": "cross", "feed_forward": "ff", "encoder": "enc"}
+    names |= {"decoder": "dec", "layer": "l", "inner": "up", "outer": "down", "kernel": "weight", "table": "weight"}
+    names |= {"scale": "gamma", "output": "out", "query": "q", "key": "k", "value": "v"}
+    for path, leaf in flatten(params).items():
+        axes = 2 if path.endswith("attention/output/kernel") else 1
+        matrix = leaf.reshape(np.prod(leaf.shape[:axes]), -1).T if path.endswith("kernel") else leaf
+        name = re.sub(r"[a-z_]+?(?=[/0-9]|_\d|$)", lambda word: names.get(word[0], word[0]), path)
+        tensors[name.replace("/", ".")] = matrix
+    for name in [name for name in tensors if ".q." in name]:
+        parts = [tensors.pop(name.replace(".q.", f".{letter}.")) for letter in "qkv"]
+        tensors[name.replace(".q.", ".qkv.")] = np.concatenate(parts)
+    return tensors
+
+
+SHORT_MAPPING = """
+ignore = [".pe"]
+
+[tensors]
+"embedding" = "embedding"
+"{enc,dec}.l_{i}.attn.qkv" = "{encoder,decoder}/layer_{i}/self_attention/{query,key,value}"
+"dec.l_{i}.cross.qkv.weight" = "decoder/layer_{i}/cross_attention/{query,key,value}/kernel"
+"{enc,dec}.l_{i}.attn.out" = "{encoder,decoder}/layer_{i}/self_attention/output"
+"dec.l_{i}.cross.out" = "decoder/layer_{i}/cross_attention/output"
+"{enc,dec}.l_{i}.ff.{up,down}" = "{encoder,decoder}/layer_{i}/feed_forward/{inner,outer}"
+"{enc,dec}.l_{i}.self_attention_norm" = "{encoder,decoder}/layer_{i}/self_attention_norm"
+"{enc,dec}.l_{i}.feed_forward_norm" = "{encoder,decoder}/layer_{i}/feed_forward_norm"
+"dec.l_{i}.cross_attention_norm" = "decoder/layer_{i}/cross_attention_norm"
+"""
+
+
+def test_short_mapping_file_reads_modules_and_alternatives(tmp_path):
+    params = random_params(CONFIG)
+    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
+    table = read_mapping(tmp_path / "mapping.toml")
+    check_mapping(table, CONFIG, tmp_path / "mapping.toml")
+    assert_same_trees(from_foreign(shortened(params), table, CONFIG, "FILE"), params)
 
 
 def test_a_mapping_file_reads_a_model_of_ones_own(tmp_path):
@@ -132,28 +174,34 @@ def test_a_mapping_file_reads_a_model_of_ones_own(tmp_path):
         tensors[f"enc.{layer}.qkv"] = np.concatenate(leaves)
     file = tmp_path / "mapping.toml"
     file.write_text("\n".join(lines))
-    table = read_mapping(file, CONFIG)
+    table = read_mapping(file)
+    check_mapping(table, CONFIG, file)
     assert_same_trees(from_foreign(tensors, table, CONFIG, "FILE"), params)
 
-    file.write_text('[tensors]\n"a.{i}" = "encoder/layer_{i}/self_atention/query/kernel"\n')
-    with pytest.raises(UserError, match=r"'a.\{i\}': the model has no .*near it are encoder/layer_\{i\}/self"):
-        read_mapping(file, CONFIG)
-    path = "encoder/layer_{i}/self_attention/query"
-    for text, message in (
-        (f'"a" = "{path}/kernel"', "must be in both, or in neither"),
-        (f'"a{{i}}" = ["{path}/kernel", "{path}/bias"]', "must be of one kind"),
-        ('"a" = []', "a path or a list of paths is needed"),
-        ('"a" = [5]', "a path or a list of paths is needed"),
-    ):
-        file.write_text(f"[tensors]\n{text}\n")
-        with pytest.raises(UserError, match=message):
-            read_mapping(file, odd(attention_bias=True))
-    file.write_text('ignore = [""]\n[tensors]\n')
-    with pytest.raises(UserError, match=r"a mapping has a table \[tensors\]"):
-        read_mapping(file, CONFIG)
-    file.write_text("[tensor]\n")
-    with pytest.raises(UserError, match=r"a mapping has a table \[tensors\]"):
-        read_mapping(file, CONFIG)
-    file.write_text("[tensors\n")
-    with pytest.raises(UserError, match="cannot be read as TOML"):
-        read_mapping(file, CONFIG)
+
+QUERY = "encoder/layer_{i}/self_attention/query"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            f'[tensors]\n"a.{{i}}" = "{QUERY.replace("tt", "t")}/kernel"',
+            r"'a.\{i\}': the model has no .*Similar: enc",
+        ),
+        (f'[tensors]\n"a" = "{QUERY}/kernel"', "must be on both sides, or on neither"),
+        (f'[tensors]\n"a{{i}}" = ["{QUERY}/kernel", "{QUERY}/bias"]', "must be of one kind"),
+        ('[tensors]\n"{a,b}" = "{c,d,e}"', "must be equally many"),
+        ('[tensors]\n"{a,b}" = "embedding"', "must be equally many"),
+        ('[tensors]\n"a" = []', "a path or a list of paths is needed"),
+        ('[tensors]\n"a" = [5]', "a path or a list of paths is needed"),
+        ('ignore = [""]\n[tensors]', r"a mapping has a table \[tensors\]"),
+        ("[tensor]", r"a mapping has a table \[tensors\]"),
+        ("[tensors", "cannot be read as TOML"),
+    ],
+)
+def test_wrong_mapping_file_is_rejected(text, message, tmp_path):
+    file = tmp_path / "mapping.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        check_mapping(read_mapping(file), odd(attention_bias=True), file)

@@ -73,7 +73,7 @@ def test_plain_torch_transformer(torch):
         theirs = generator(out).numpy()[REAL]
     np.testing.assert_allclose(logits(config, params_from_torch(tensors, config)), theirs, atol=1e-5)
 
-    with pytest.raises(UserError, match=r"pos_embedding is not the table .* model.positions 'halves'"):
+    with pytest.raises(UserError, match=r"pos_embedding is not the position table .* model.positions='halves'"):
         params_from_torch(tensors, ModelConfig(**{**vars(config), "positions": "halves"}))
 
 
@@ -114,9 +114,9 @@ def test_teaching_notebook(torch):
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"d_k": 5}, "d_k 5"), ({"decoder_d_v": 2}, "d_v 2"), ({"norm_variant": "unbiased_std"}, "norm_variant")],
+    [({"d_k": 5}, "d_k=5"), ({"decoder_d_v": 2}, "d_v=2"), ({"norm_variant": "unbiased_std"}, "norm_variant")],
 )
 def test_what_torch_cannot_say_is_refused(changes, named):
     config = odd(**changes)
-    with pytest.raises(UserError, match=f"torch cannot hold this model: .*{named}"):
+    with pytest.raises(UserError, match=f"torch cannot express this model: .*{named}"):
         torch_from_params(random_params(config), config)

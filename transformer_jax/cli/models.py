@@ -10,6 +10,12 @@ from transformer_jax.presets import load_recipe
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
 
+_MODEL_FIELDS = (
+    *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
+    *("scale_embeddings", "positions"),
+)
+"""Fields of `ModelConfig` that `import` takes, because a state dict does not show them."""
+
 
 def import_model(args: list[str]) -> None:
     """`transformer-jax import`."""
@@ -25,17 +31,32 @@ def import_model(args: list[str]) -> None:
         output: Path
         """The new run's folder."""
         config: str | None = None
-        """A recipe, FILE or FILE:NAME, or a run's config.json: what a state dict does not store."""
+        """For a state dict: a recipe, FILE or FILE:NAME, or a run's config.json. Default: proposed from the tensors."""
         tokenizer: Path | None = None
-        """A run, or a tokenizer/ of one: a state dict has none."""
+        """For a state dict: a run, its tokenizer/, or a tokenizer.json of Hugging Face."""
         mapping: Path | None = None
-        """With --from torch: a TOML file that names the tensors of a model of your own."""
+        """With --from torch: a TOML file that names the tensors of your own model."""
         num_heads: int | None = None
-        """With --from ctranslate2: where the file does not store it."""
+        """Number of attention heads, which state dicts and old CTranslate2 files do not store."""
+        decoder_num_heads: int | None = None
+        """Number of attention heads of the decoder, if it differs."""
+        source_bos: bool | None = None
+        """For a state dict: whether its batches start the source with BOS, as <s> source </s> does."""
+        norm_position: Literal["post", "pre"] | None = None
+        """For a state dict of torch modules: pre for norm_first=True."""
+        norm_epsilon: float | None = None
+        """For a state dict: LayerNorm's epsilon. Default: 1e-5, and 1e-6 with --from annotated."""
+        activation: Literal["relu", "gelu", "swish"] | None = None
+        """For a state dict of torch modules: activation of the feed-forward networks."""
+        scale_embeddings: bool | None = None
+        """For a state dict of torch modules: whether embeddings are multiplied by sqrt(d_model)."""
+        positions: Literal["interleaved", "halves", "learned"] | None = None
+        """For a state dict of torch modules: kind of positions. interleaved: the paper's sinusoids."""
         overwrite: bool = False
         """Replace an earlier import."""
 
     parsed = parse(Import, "import", args, default=None, description="Makes a run of another software's model.")
+    model = {name: getattr(parsed, name) for name in _MODEL_FIELDS if getattr(parsed, name) is not None}
     from transformer_jax.interop.convert import import_run
 
     run = import_run(
@@ -45,8 +66,8 @@ def import_model(args: list[str]) -> None:
         config=load_recipe(parsed.config) if parsed.config else None,
         tokenizer=parsed.tokenizer,
         mapping=parsed.mapping,
-        num_heads=parsed.num_heads,
         overwrite=parsed.overwrite,
+        **model,
     )
     print(f"{run.path}: a run for translate, evaluate, export and --training.init-from")
 

@@ -1,9 +1,9 @@
-"""A run from foreign files, and foreign files from a run."""
+"""Import and export: a run from foreign files, and foreign files from a run."""
 
 import dataclasses
-import json
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,21 +14,37 @@ from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoin
 from transformer_jax.checkpoint.run_dir import RunDir, load_config
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
+from transformer_jax.interop.exchange import OWN_TOKENIZER, Imported
 from transformer_jax.interop.fairseq_format import read_fairseq
-from transformer_jax.interop.imported import Imported
-from transformer_jax.interop.mapping import read_mapping
+from transformer_jax.interop.mapping import check_mapping, read_mapping
 from transformer_jax.interop.marian_format import read_marian, write_marian
-from transformer_jax.interop.tables import flatten, from_foreign, in_dtype, unflatten
+from transformer_jax.interop.proposal import propose_config
+from transformer_jax.interop.tables import Table, flatten, from_foreign, in_dtype, unflatten
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
-from transformer_jax.interop.torch_format import check_position_tables, params_from_torch, torch_from_params
+from transformer_jax.interop.torch_format import (
+    ANNOTATED_CONVENTIONS,
+    TABLE,
+    annotated_layout,
+    check_position_tables,
+    params_from_annotated,
+    params_from_torch,
+    standard_torch_names,
+    torch_from_params,
+)
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.files import atomic_dir, to_json, write_atomically
 from transformer_jax.types import Params, UserError, first_line
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
 ExportFormat = Literal["safetensors", "torch", "marian", "ctranslate2"]
+
+logger = logging.getLogger(__name__)
+
+_MARKER = "exported.json"
+"""File that distinguishes an earlier export, which may be replaced, from any other folder."""
+_COMPLETE = ("marian", "fairseq", "ctranslate2")
+"""Formats that store the configuration and the tokenizers of their models."""
 
 
 def import_run(
@@ -39,32 +55,38 @@ def import_run(
     config: Config | None = None,
     tokenizer: str | Path | None = None,
     mapping: str | Path | None = None,
-    num_heads: int | None = None,
     overwrite: bool = False,
+    **model: Any,
 ) -> RunDir:
-    """Makes a run of foreign files.
+    """Make a run from another program's model.
 
     Args:
-        path: the file or folder.
-        source: what it is.
-        output: the new run's folder.
-        config: what a state dict does not store: heads, positions, places of the norms and so on.
-        tokenizer: a run, or its `tokenizer/`.
-        mapping: with `torch`, a file that names the tensors of a model of one's own (see `mapping.read_mapping`).
-        num_heads: with `ctranslate2`, where the file does not store it.
-        overwrite: replace an earlier import.
+        path: Foreign file or folder.
+        source: Its format.
+        output: Folder of the new run.
+        config: Configuration of the model. None uses the `config.json` next to a state dict, or proposes a
+            configuration from its tensors.
+        tokenizer: A run, its folder `tokenizer/`, or a `tokenizer.json`. Only state dicts need it.
+        mapping: File that names the tensors of a PyTorch model of one's own (see `mapping.read_mapping`).
+        overwrite: Whether to replace an earlier import.
+        **model: Fields of `ModelConfig` that a state dict does not show, such as `num_heads=8, source_bos=True`. They
+            override `config`. The format ctranslate2 takes `num_heads` alone.
+
+    Returns:
+        The new run, which can be translated with, evaluated, exported, and fine-tuned.
 
     Raises:
-        UserError: anything that is missing, damaged or cannot be said here; the output is then as it was.
+        UserError: A file is missing or damaged, an argument is missing, or the model is not supported. The output is
+            then unchanged.
     """
     path, run = Path(path), RunDir(Path(output))
-    _check_free(run.path, overwrite, run.imported.name, "an imported run")
-    _check_arguments(source, config, tokenizer, mapping, num_heads)
+    _check_output(run.path, overwrite, run.imported.name, "an imported run")
+    _check_arguments(source, config, tokenizer, mapping, model)
     try:
-        imported = _read(path, source, config, tokenizer, mapping, num_heads)
+        imported = _read(path, source, config, tokenizer, mapping, model)
     except UserError:
         raise
-    except Exception as error:  # values of types that nobody expects, in one of many files
+    except Exception as error:  # a foreign file may hold values of any type in any place
         raise UserError(f"{path}: not readable as {source}: {first_line(error)}") from error
     imported.tokenizers.check_fits(imported.config.model)
     with atomic_dir(run.path, replace=overwrite) as unfinished:
@@ -87,22 +109,25 @@ def export_run(
     overwrite: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Path:
-    """Writes a run for other software into a folder.
+    """Write a run's model for another program.
 
     Args:
-        run: the run's folder.
-        target: for which software.
-        output: the folder; it must be empty or not there.
-        checkpoint: last, best, average or a step; None: as the run's configuration says.
-        overwrite: replace an earlier export.
-        warn: called with what the format can only say nearly.
+        run: Folder of the run.
+        target: Format to write.
+        output: Folder to write, which must be empty or missing.
+        checkpoint: last, best, average or a step. None uses the run's `decoding.checkpoint`.
+        overwrite: Whether to replace an earlier export.
+        warn: Called with each setting that the format can express only approximately.
+
+    Returns:
+        The output folder.
 
     Raises:
-        UserError: the format cannot say what the model does: the fields are named; the output is then as it was.
+        UserError: The format cannot express the model. The fields are named, and the output is unchanged.
     """
     folder, output = RunDir(Path(run)), Path(output)
     config = folder.load_config()
-    _check_free(output, overwrite, _MARKER, "an exported model")
+    _check_output(output, overwrite, _MARKER, "an exported model")
     chosen = resolve_checkpoint(folder, checkpoint or config.decoding.checkpoint, config.training.best_by)
     params = jax.tree.map(np.asarray, load_params(chosen, abstract_params(config.model)))
     tokenizers = TokenizerPair.load(folder.tokenizer)
@@ -118,30 +143,39 @@ def export_run(
                 write_safetensors(unfinished / "model.safetensors", flatten(params), {"format": "transformer_jax"})
             decoding = dataclasses.replace(config.decoding, checkpoint="last")
             write_atomically(unfinished / "config.json", dataclasses.replace(config, decoding=decoding).to_json())
-            tokenizers.save(unfinished / "tokenizer")
-        write_atomically(unfinished / _MARKER, json.dumps({"to": target, "run": str(run)}) + "\n")
+            tokenizers.save(unfinished / OWN_TOKENIZER)
+        write_atomically(unfinished / _MARKER, to_json({"to": target, "run": str(run)}) + "\n")
     return output
 
 
-_MARKER = "exported.json"
-"""What tells an earlier export, which may be replaced, from a folder of somebody else's."""
+def _check_output(folder: Path, overwrite: bool, marker: str, kind: str) -> None:
+    """Raise UserError if the output is something that may not be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / marker).is_file():
+        raise UserError(f"{folder} exists and is not {kind} (it has no {marker}). Choose another output")
+    if not overwrite:
+        raise UserError(f"{folder} is not empty. Choose another output, or replace it with --overwrite")
 
 
-_STORES_ALL = ("marian", "fairseq", "ctranslate2")
-"""Formats with the configuration and the tokenizers of their models."""
-
-
-def _check_arguments(source: ImportFormat, config: Any, tokenizer: Any, mapping: Any, num_heads: Any) -> None:
-    """Raises UserError if something is given that the format has no use for."""
-    stores_all = source in _STORES_ALL
-    for name, value, useless in (
-        ("config", config, stores_all),
-        ("tokenizer", tokenizer, stores_all),
-        ("mapping", mapping, source != "torch"),
-        ("num_heads", num_heads, source != "ctranslate2"),
-    ):
-        if value is not None and useless:
-            raise UserError(f"{name} is given, and the format {source} has no use for it; leave it out")
+def _check_arguments(
+    source: ImportFormat,
+    config: Config | None,
+    tokenizer: str | Path | None,
+    mapping: str | Path | None,
+    model: Mapping[str, Any],
+) -> None:
+    """Raise UserError for an argument that the format has no use for."""
+    is_complete = source in _COMPLETE
+    useless = [name for name, value in (("config", config), ("tokenizer", tokenizer)) if is_complete and value]
+    useless += ["mapping"] if mapping and source != "torch" else []
+    useless += [name for name in model if is_complete and not (source == "ctranslate2" and name == "num_heads")]
+    if useless:
+        raise UserError(f"the format {source} has no use for {', '.join(useless)}: leave it out")
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    unknown = [name for name in model if name not in known]
+    if unknown:
+        raise UserError(f"the model has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
 
 
 def _read(
@@ -150,40 +184,79 @@ def _read(
     config: Config | None,
     tokenizer: str | Path | None,
     mapping: str | Path | None,
-    num_heads: int | None,
+    model: Mapping[str, Any],
 ) -> Imported:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
-    if source in _STORES_ALL:
-        if source == "ctranslate2":
-            return read_ctranslate2(path, num_heads)
-        return read_marian(path) if source == "marian" else read_fairseq(path)
-    beside = path if path.is_dir() else path.parent
-    if config is None and (beside / "config.json").is_file():
-        config = load_config(beside / "config.json")
-    if tokenizer is None and (beside / "tokenizer").is_dir():
-        tokenizer = beside
-    if config is None:
-        raise UserError(
-            f"{path}: the format {source} stores neither the number of heads nor positions, norms and special ids: "
-            "give them with --config, a recipe or a config.json"
-        )
+    if source == "ctranslate2":
+        return read_ctranslate2(path, model.get("num_heads"))
+    if source == "marian":
+        return read_marian(path)
+    if source == "fairseq":
+        return read_fairseq(path)
+    siblings = path if path.is_dir() else path.parent
+    if config is None and (siblings / "config.json").is_file():
+        config = load_config(siblings / "config.json")
+    if tokenizer is None and (siblings / OWN_TOKENIZER).is_dir():
+        tokenizer = siblings
     if tokenizer is None:
-        raise UserError(f"{path}: the format {source} stores no tokenizer: give one with --tokenizer, a run's folder")
+        raise UserError(
+            f"{path}: the format {source} stores no tokenizer. Pass a run's folder or a tokenizer.json with --tokenizer"
+        )
     tokenizer = Path(tokenizer)
-    tokenizers = TokenizerPair.load(tokenizer / "tokenizer" if (tokenizer / "tokenizer").is_dir() else tokenizer)
-    tensors = read_tensors(path)
-    model = config.model
-    if mapping is not None:
-        table = read_mapping(Path(mapping), model)
-        # What is ignored may be anything; that ending says a table of positions.
-        check_position_tables({n: value for n, value in tensors.items() if n.endswith(".pe")}, table, model, str(path))
-        params = from_foreign(tensors, table, model, str(path))
-    elif source == "safetensors":
-        params = _own_params(tensors, model, str(path))
+    own = tokenizer / OWN_TOKENIZER
+    tokenizers = TokenizerPair.load(own if own.is_dir() else tokenizer)
+    return _read_state_dict(path, source, config, tokenizers, Path(mapping) if mapping else None, model)
+
+
+def _read_state_dict(
+    path: Path,
+    source: ImportFormat,
+    config: Config | None,
+    tokenizers: TokenizerPair,
+    mapping: Path | None,
+    stated: Mapping[str, Any],
+) -> Imported:
+    tensors, origin = read_tensors(path), str(path)
+    table = read_mapping(mapping) if mapping else None
+    if config is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **stated))
+        if source == "annotated" and not config.model.source_bos and "source_bos" not in stated:
+            logger.warning(
+                "%s: the configuration has model.source_bos=False. annotated-transformer's own batches and the "
+                "opus_books teaching code start the source with BOS: state --source-bos True for such a model",
+                origin,
+            )
+    elif table is not None:
+        config = propose_config(tensors, table, tokenizers, stated, origin)
+    elif source == "torch":
+        defaults: dict[str, Any] = {"norm_epsilon": 1e-5, **stated}
+        config = propose_config(standard_torch_names(tensors, origin), TABLE, tokenizers, defaults, origin)
+    elif source == "annotated":
+        defaults = {**ANNOTATED_CONVENTIONS, "norm_epsilon": 1e-6, **stated}
+        config = propose_config(tensors, annotated_layout(tensors), tokenizers, defaults, origin)
     else:
-        params = (params_from_torch if source == "torch" else params_from_annotated)(tensors, model, str(path))
+        raise UserError(
+            f"{path}: the format {source} stores no configuration. Pass a recipe or config.json with --config"
+        )
+    model = config.model
+    if table is not None and mapping is not None:
+        params = _mapped_params(tensors, table, model, mapping, origin)
+    elif source == "safetensors":
+        params = _own_params(tensors, model, origin)
+    else:
+        params = (params_from_torch if source == "torch" else params_from_annotated)(tensors, model, origin)
     return Imported(config, params, tokenizers)
+
+
+def _mapped_params(
+    tensors: dict[str, np.ndarray], table: Table, model: ModelConfig, mapping: Path, origin: str
+) -> Params:
+    check_mapping(table, model, mapping)
+    # Ignored tensors may hold anything, but one with this ending is a position table.
+    positions = {name: tensor for name, tensor in tensors.items() if name.endswith(".pe")}
+    check_position_tables(positions, table, model, origin)
+    return from_foreign(tensors, table, model, origin)
 
 
 def _own_params(tensors: dict[str, np.ndarray], model: ModelConfig, origin: str) -> Params:
@@ -197,13 +270,3 @@ def _own_params(tensors: dict[str, np.ndarray], model: ModelConfig, origin: str)
     if problems:
         raise UserError(f"{origin} does not fit the model: {'; '.join(problems)}")
     return unflatten({name: leaves[name] for name in wanted})
-
-
-def _check_free(folder: Path, overwrite: bool, marker: str, what: str) -> None:
-    """Raises UserError if the folder holds something that is not to be, or must not be, replaced."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / marker).is_file():
-        raise UserError(f"{folder} exists and is not {what} (no {marker}): give another output")
-    if not overwrite:
-        raise UserError(f"{folder} is not empty: give another output, or --overwrite to replace it")

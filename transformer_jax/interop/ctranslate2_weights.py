@@ -1,20 +1,19 @@
-"""The weights of CTranslate2's Transformer: names, ties, tables of positions."""
+"""The weights of CTranslate2's Transformer: names, tied tables, position tables."""
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.imported import Tying
+from transformer_jax.interop.exchange import Positions, Tying
 from transformer_jax.interop.tables import Row, Table, embeddings, flatten, row, unflatten
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import Params
 
 SOURCE = ("encoder/embeddings_0/weight", "encoder/embeddings/weight")
 TARGET, OUTPUT, OUTPUT_BIAS = "decoder/embeddings/weight", "decoder/projection/weight", "decoder/projection/bias"
-# What gives a row that no text has a probability of zero, and still is a finite number.
 NEVER = -1e9
+"""Finite bias of a token that must have a probability of 0."""
 
 
 def _linear(foreign: str, *ours: str) -> list[Row]:
@@ -62,17 +61,17 @@ TABLE = Table(
 
 
 def find_tie(tensors: Mapping[str, np.ndarray], one_vocabulary: bool) -> Tying:
-    """`model.tie_embeddings`: which of the tables are equal. A file may hold them once or more than once."""
+    """Return `model.tie_embeddings`: which tables are equal, whether the file stores them once or repeatedly."""
     source = next((tensors[name] for name in SOURCE if name in tensors), None)
     if source is None or TARGET not in tensors or OUTPUT not in tensors:
-        return "none"  # what is missing is named when the weights are read
+        return "none"  # missing tensors are listed when the weights are read
     if not np.array_equal(tensors[TARGET], tensors[OUTPUT]):
         return "none"
     return "all" if one_vocabulary and np.array_equal(source, tensors[TARGET]) else "target"
 
 
 def add_zero_biases(tensors: MutableMapping[str, np.ndarray], attention_bias: bool) -> None:
-    """A linear layer may be without a bias there; where the model here always has one it is zero."""
+    """Add a bias of zeros to linear layers without one, where this package's model always has a bias."""
     for name in [name for name in tensors if "/linear_" in name and name.endswith("/weight")]:
         if "/ffn/" in name or attention_bias:
             bias = name.removesuffix("weight") + "bias"
@@ -80,7 +79,7 @@ def add_zero_biases(tensors: MutableMapping[str, np.ndarray], attention_bias: bo
 
 
 def add_rows(tensors: MutableMapping[str, np.ndarray], rows: int) -> None:
-    """Rows of zeros up to `rows` in every table, which are never generated: for a padding that the file has not."""
+    """Extend every table to `rows` rows with zeros that are never generated, for a padding that the file lacks."""
     for name in (*SOURCE, TARGET, OUTPUT):
         if name in tensors and tensors[name].ndim == 2:
             missing = rows - len(tensors[name])
@@ -91,7 +90,7 @@ def add_rows(tensors: MutableMapping[str, np.ndarray], rows: int) -> None:
 
 
 def cut_rows(params: Params, source_rows: int, target_rows: int) -> Params:
-    """The parameters without the rows that no token has."""
+    """Return the parameters without the table rows beyond the vocabularies."""
     leaves = flatten(params)
     for name, rows, axis in (
         ("embedding/table", target_rows, 0),
@@ -106,43 +105,12 @@ def cut_rows(params: Params, source_rows: int, target_rows: int) -> Params:
     return unflatten(leaves)
 
 
-class Positions(NamedTuple):
-    """How a table of positions comes about."""
-
-    positions: str
-    position_exponent: str
-    position_offset: int
-
-
-# What CTranslate2 computes where the file has no table.
 UNSTORED = Positions("halves", "tensor2tensor", 1)
-
-
-def identify_positions(table: np.ndarray) -> Positions | None:
-    """The sinusoids that a table holds; None: others, or learned ones.
-
-    Other programs compute the angles in float32: their rounding grows with the position.
-    """
-    rows, d_model = table.shape
-    if not rows:
-        return None
-    tolerance = 1e-6 + 2e-7 * np.arange(rows)[:, None]
-    for layout in ("interleaved", "halves"):
-        for exponent in ("paper", "tensor2tensor"):
-            for offset in range(4):
-                if d_model % 2 or (exponent == "tensor2tensor" and d_model < 4):
-                    continue
-                first = min(rows, 8)
-                expected: Any = sinusoids(first, d_model, layout, exponent, offset)
-                if np.all(np.abs(table[:first] - expected) <= tolerance[:first]):
-                    expected = sinusoids(rows, d_model, layout, exponent, offset)
-                    if np.all(np.abs(table - expected) <= tolerance):
-                        return Positions(layout, exponent, offset)
-    return None
+"""Sinusoids that CTranslate2 computes if the file has no position table."""
 
 
 def position_tables(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
-    """The tables of both stacks, from the model's first position on, for `model.max_length` positions."""
+    """Return the position tables of both stacks, `model.max_length` rows from the model's first position on."""
     names = ("encoder/position_encodings/encodings", "decoder/position_encodings/encodings")
     if model.positions == "learned":
         sides = ("source_positions", "target_positions")

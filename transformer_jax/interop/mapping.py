@@ -1,54 +1,125 @@
-"""A user's own model: a small TOML file says which of its tensors is which parameter here."""
+"""Mapping files: a small TOML file states which tensor of the user's own PyTorch model is which parameter."""
 
 import difflib
+import itertools
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.interop.tables import Row, Table, flatten, row
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
+# Names of a module's tensors, for a path that names a module and not a parameter.
+_WEIGHT, _BIAS = ("weight",), ("bias",)
+_SCALE, _SHIFT = ("weight", "g", "gamma", "alpha", "a_2", "scale"), ("bias", "b", "beta", "b_2", "shift")
+_PARAMETERS = ("kernel", "bias", "scale", "table", "logits_bias")
 
-def read_mapping(path: Path, config: ModelConfig) -> Table:
-    """The table of a mapping file.
 
-        ignore = ["positions.table"]            # endings of names that hold no parameter
+def read_mapping(path: Path) -> Table:
+    """Read a mapping file.
 
-        [tensors]                               # {i}: the number of a layer
-        "enc.{i}.wq.weight" = "encoder/layer_{i}/self_attention/query/kernel"
-        "enc.{i}.qkv.bias" = ["encoder/layer_{i}/self_attention/query/bias", ...]
+        ignore = [".pe"]                # name endings of tensors that hold no parameter
+
+        [tensors]
+        "emb" = "embedding"
+        "{enc,dec}.{i}.{up,down}" = "{encoder,decoder}/layer_{i}/feed_forward/{inner,outer}"
+        "{enc,dec}.{i}.qkv.weight" = "{encoder,decoder}/layer_{i}/self_attention/{query,key,value}/kernel"
+        "dec.{i}.xk" = "decoder/layer_{i}/cross_attention/key/kernel"
+
+    - `{i}` is the index of a layer.
+    - `{a,b}` stands for alternatives. Those on the left pair with those on the right in order, so the second line
+      above stands for four. Alternatives that only the right has are stacked in one tensor, in that order.
+    - A right side that names a parameter takes the tensor on the left. A right side that names a module takes the
+      tensors `weight` and `bias` of the module on the left.
+    - The right side may also be a list of parameters that are stacked in one tensor.
 
     Raises:
-        UserError: no such file, not TOML, or a path that the model of `config` does not have.
+        UserError: The file is missing, is not TOML, or has a line that cannot be understood.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tree = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: cannot be read as TOML: {error}") from error
     tensors, ignore = tree.pop("tensors", None), tree.pop("ignore", [])
-    if tree or not isinstance(tensors, dict) or not isinstance(ignore, list) or not all(_is_text(e) for e in ignore):
-        also = f", and no {', '.join(tree)}" if tree else ""
-        raise UserError(f"{path}: a mapping has a table [tensors] and may have a list `ignore` of endings{also}")
-    known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
+    if tree or not isinstance(tensors, dict) or not isinstance(ignore, list) or not all(map(_is_text, ignore)):
+        unknown = f", not {', '.join(tree)}" if tree else ""
+        raise UserError(f"{path}: a mapping has a table [tensors] and optionally a list `ignore` of endings{unknown}")
     rows: list[Row] = []
-    for foreign, ours in tensors.items():
-        names = [ours] if isinstance(ours, str) else ours
-        if not isinstance(names, list) or not names or not all(_is_text(name) for name in names):
-            raise UserError(f"{path}: {foreign!r} is mapped to {ours!r}; a path or a list of paths is needed")
-        if {"{i}" in name for name in (foreign, *names)} != {"{i}" in foreign}:
-            raise UserError(f"{path}: {foreign!r} is mapped to {ours!r}; {{i}} must be in both, or in neither")
-        if len({name.rpartition("/")[2] for name in names}) > 1:
-            raise UserError(f"{path}: {foreign!r} is mapped to {ours!r}; what stands in one tensor must be of one kind")
-        for name in names:
-            if re.sub(r"layer_\d+", "layer_{i}", name) not in known:
-                close = difflib.get_close_matches(name, known, 3, 0.3)
-                raise UserError(f"{path}: {foreign!r}: the model has no {name!r}; near it are {', '.join(close)}")
-        rows.append(row(foreign, *names))
+    for foreign, value in tensors.items():
+        where = f"{path}: {foreign!r} is mapped to {value!r}"
+        ours = [value] if isinstance(value, str) else value
+        if not isinstance(ours, list) or not ours or not all(map(_is_text, ours)):
+            raise UserError(f"{where}; a path or a list of paths is needed")
+        if {"{i}" in name for name in (foreign, *ours)} != {"{i}" in foreign}:
+            raise UserError(f"{where}; {{i}} must be on both sides, or on neither")
+        for name, paths in _expanded(foreign, ours, where):
+            rows += _rows(name, paths, where)
     return Table(tuple(rows), tuple(ignore))
 
 
-def _is_text(value: Any) -> bool:
+def check_mapping(table: Table, config: ModelConfig, path: Path) -> None:
+    """Check that every parameter that a mapping file names exists in a model.
+
+    Raises:
+        UserError: The model has no such parameter. Similar names are listed.
+    """
+    known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
+    # A module may be without a bias.
+    optional = {name.rpartition("/")[0] + "/bias" for name in known if name.endswith("/kernel")}
+    for item in table.rows:
+        for name in item.ours:
+            pattern = re.sub(r"layer_\d+", "layer_{i}", name)
+            if pattern not in known and not (item.zeros and pattern in optional):
+                close = difflib.get_close_matches(name, known, 3, 0.3)
+                raise UserError(f"{path}: {item.foreign[0]!r}: the model has no {name!r}. Similar: {', '.join(close)}")
+
+
+def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield one foreign name and its paths for each combination of the alternatives on the left."""
+    left, right = _alternatives(foreign), [_alternatives(path) for path in ours]
+    for groups in right:
+        if [len(group) for group in groups[: len(left)]] != [len(group) for group in left]:
+            raise UserError(f"{where}; the alternatives {{a,b}} of both sides must be equally many, in one order")
+    for choice in itertools.product(*(range(len(group)) for group in left)):
+        paths = []
+        for path, groups in zip(ours, right, strict=True):
+            picked = [(group[i],) for group, i in zip(groups, choice, strict=False)]
+            paths += [_filled(path, words) for words in itertools.product(*picked, *groups[len(left) :])]
+        yield _filled(foreign, [group[i] for group, i in zip(left, choice, strict=True)]), paths
+
+
+def _alternatives(text: str) -> list[list[str]]:
+    return [group.split(",") for group in re.findall(r"\{([^{}]*,[^{}]*)\}", text)]
+
+
+def _filled(text: str, words: list[str] | tuple[str, ...]) -> str:
+    remaining = iter(words)
+    return re.sub(r"\{[^{}]*,[^{}]*\}", lambda _: next(remaining), text)
+
+
+def _rows(foreign: str, paths: list[str], where: str) -> list[Row]:
+    """Return the rows of one foreign tensor or module."""
+    leaves = {path.rpartition("/")[2] for path in paths}
+    if leaves & set(_PARAMETERS):
+        if len(leaves) > 1:
+            raise UserError(f"{where}; all parameters in one tensor must be of one kind")
+        return [row(foreign, *paths)]
+
+    def tensor(names: tuple[str, ...], kind: str, zeros: bool = False) -> Row:
+        return row([f"{foreign}.{name}" for name in names], *(f"{path}/{kind}" for path in paths), zeros=zeros)
+
+    if all(path.endswith("norm") for path in paths):
+        return [tensor(_SCALE, "scale"), tensor(_SHIFT, "bias")]
+    if all(path.endswith(("embedding", "positions")) for path in paths):
+        return [tensor(_WEIGHT, "table")]
+    if paths == ["output_projection"]:
+        return [tensor(_WEIGHT, "kernel"), row(f"{foreign}.bias", "logits_bias", zeros=True)]
+    return [tensor(_WEIGHT, "kernel"), tensor(_BIAS, "bias", zeros=True)]
+
+
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""

@@ -1,7 +1,8 @@
-"""Hugging Face's Marian folders, such as those of OPUS-MT: read and written whole, tokenizers included.
+"""Hugging Face's Marian folders, such as those of OPUS-MT, with their tokenizers.
 
-What `generate` does that differs here, wherever the model comes from: padding is never generated; at the limit a
-hypothesis counts as it is, where `forced_eos_token_id` would put EOS in the place of its last token.
+Two habits of `generate` differ from this package's search, wherever the model comes from. Padding is never generated
+here. A hypothesis that reaches the limit counts as it is, where `forced_eos_token_id` would replace its last token by
+EOS.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,16 +13,18 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.folder_files import read_json, write_json
-from transformer_jax.interop.imported import Activation, Imported, Tying
-from transformer_jax.interop.marian_tokenizer_files import read_tokenizers, write_tokenizers
+from transformer_jax.interop.exchange import Activation, Imported, Start, Tying, write_json
+from transformer_jax.interop.marian_tokenizers import read_tokenizers, write_tokenizers
 from transformer_jax.interop.marian_weights import marian_tensors, params_from_marian
 from transformer_jax.interop.tensor_files import load_torch, read_safetensors, state_dict_arrays, write_safetensors
+from transformer_jax.runtime.files import read_json
 from transformer_jax.types import Params, UserError
 
-MAX_EXTRA = 128
+MAX_LENGTH_OFFSET = 128
+"""Largest `decoding.max_length_offset` of an imported model."""
 
-# Settings that change what is computed, and the only values that mean what is done here. None stands for the default.
+# Settings that change the output, and their legal values. A setting without legal values must be absent or null.
+# `static_position_embeddings` is not among them: MarianMTModel ignores it and always computes sinusoids.
 _LEGAL: dict[str, tuple[Any, ...]] = {
     "model_type": ("marian",),
     "is_encoder_decoder": (True,),
@@ -29,7 +32,6 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "normalize_before": (False,),
     "normalize_embedding": (False,),
     "add_final_layer_norm": (False,),
-    "static_position_embeddings": (True,),
     "force_bos_token_to_be_generated": (False,),
     "encoder_layerdrop": (0,),
     "decoder_layerdrop": (0,),
@@ -60,26 +62,25 @@ _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "swish": 
 
 
 def read_marian(folder: Path) -> Imported:
-    """A folder with `config.json`, `model.safetensors` or `pytorch_model.bin`, `source.spm`, `target.spm` and
-    `vocab.json`; `generation_config.json` if there is one.
+    """Read a Marian folder.
 
-    The limit of the output differs: there `max_length` tokens whatever the source is, here the source's tokens and
+    It has `config.json`, `model.safetensors` or `pytorch_model.bin`, `source.spm`, `target.spm`, `vocab.json`, and
+    optionally `generation_config.json`.
+
+    `generate` limits the output to `max_length` tokens. This package limits it to the number of source tokens plus
     `decoding.max_length_offset`, which becomes 128, or `max_length` if that is less.
 
     Raises:
-        UserError: files that are missing or damaged, settings that the model here does not know: they are named.
+        UserError: A file is missing or damaged, or a setting is not supported.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     settings = _Settings(folder)
     pad_id, eos_id, start_id = (settings.number(f"{name}_token_id") for name in ("pad", "eos", "decoder_start"))
-    bos_id, start = settings.number("bos_token_id", eos_id), "bos"
-    if start_id == pad_id:
-        start = "pad"
-    elif start_id == eos_id:
-        start = "eos"
-    else:
-        bos_id = start_id  # what the decoder starts from is all that a BOS is for
+    starts: dict[int, Start] = {pad_id: "pad", eos_id: "eos"}
+    start = starts.get(start_id, "bos")
+    # A Marian model uses BOS only as the decoder's start.
+    bos_id = start_id if start == "bos" else settings.number("bos_token_id", eos_id)
     pair = read_tokenizers(folder, pad_id, bos_id, eos_id)
     tensors = _read_tensors(folder)
     model = _model_config(
@@ -103,17 +104,17 @@ def read_marian(folder: Path) -> Imported:
 def write_marian(
     folder: Path, config: Config, params: Params, tokenizers: TokenizerPair, warn: Callable[[str], None]
 ) -> None:
-    """Writes a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load.
+    """Write a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
     Args:
-        folder: an empty one.
-        config: of the run.
-        params: of its model.
-        tokenizers: of the run.
-        warn: called with what `generate` there does in another way.
+        folder: Empty folder to write to.
+        config: Configuration of the run.
+        params: Parameters of its model.
+        tokenizers: Tokenizers of the run.
+        warn: Called with each difference between the run's decoding and `generate`.
 
     Raises:
-        UserError: Marian cannot say what the model does; the fields are named.
+        UserError: Marian cannot express the model. The fields are named.
     """
     tensors = marian_tensors(params, config.model)
     write_tokenizers(folder, tokenizers, config.model)
@@ -126,7 +127,7 @@ def write_marian(
 
 
 class _Settings:
-    """`config.json`, over it `generation_config.json`: older folders have all of it in the first."""
+    """The settings of `config.json`, overridden by those of `generation_config.json`, which older folders lack."""
 
     def __init__(self, folder: Path) -> None:
         self._origin: dict[str, Path] = {}
@@ -139,42 +140,42 @@ class _Settings:
                 if value is not None and (name != "tokenizer_config.json" or key == "separate_vocabs"):
                     self._values[key], self._origin[key] = value, folder / name
         if "model_type" not in self._values:
-            raise UserError(f"{self.file} names no model_type; a Marian folder says 'marian'")
+            raise UserError(f"{self.file} has no model_type. A Marian folder has model_type 'marian'")
         for key, legal in _LEGAL.items():
             if key in self._values and self._values[key] not in legal:
-                raise self.error(key, " or ".join(map(repr, legal)) if legal else "no value at all")
+                raise self.error(key, " or ".join(map(repr, legal)) if legal else "null")
 
     def given(self, key: str, default: Any = None) -> Any:
-        """A setting as it stands there."""
+        """Return a setting without checking its type."""
         return self._values.get(key, default)
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0, which must be there if it has no default."""
+        """Return a setting that is an integer of at least 0, and that must exist unless it has a default."""
         value = self._values.get(key, default)
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         if type(value) is not int or value < 0:
-            raise self.error(key, "a whole number from 0")
+            raise self.error(key, "an integer of at least 0")
         return value
 
     def rate(self, key: str, default: float) -> float:
-        """A number from 0."""
+        """Return a setting that is a number of at least 0."""
         value = self._values.get(key, default)
         if type(value) not in (int, float) or not value >= 0:
-            raise self.error(key, "a number from 0")
+            raise self.error(key, "a number of at least 0")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or False."""
+        """Return a setting that is true or false."""
         value = self._values.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, "true or false")
         return value
 
     def error(self, key: str, legal: str) -> UserError:
-        """What to say of a setting that cannot be used."""
-        found = repr(self._values[key]) if key in self._values else "missing"
-        return UserError(f"{self._origin.get(key, self.file)}: {key} is {found}; the model here can only take {legal}")
+        """Return an error about a setting that cannot be used."""
+        value = repr(self._values[key]) if key in self._values else "missing"
+        return UserError(f"{self._origin.get(key, self.file)}: {key} is {value}; only {legal} is supported")
 
 
 def _read_tensors(folder: Path) -> Mapping[str, np.ndarray]:
@@ -235,13 +236,13 @@ def _decoding_config(settings: _Settings, model: ModelConfig) -> DecodingConfig:
     if not _is_ids(suppressed):
         raise settings.error("suppress_tokens", "a list of ids")
     forbidden = {ids[0] for ids in bad_words} - {model.eos_id} | set(suppressed)
-    longest = settings.number("max_new_tokens", 0) or max(settings.number("max_length", MAX_EXTRA + 1) - 1, 1)
+    longest = settings.number("max_new_tokens", 0) or max(settings.number("max_length", MAX_LENGTH_OFFSET + 1) - 1, 1)
     return DecodingConfig(
         beam_size=settings.number("num_beams", 1),
         alpha=settings.rate("length_penalty", 1.0),
         length_penalty="power",
         stopping="huggingface",
-        max_length_offset=min(MAX_EXTRA, longest),
+        max_length_offset=min(MAX_LENGTH_OFFSET, longest),
         max_source=model.max_length,
         forbidden_ids=tuple(sorted(forbidden - {model.pad_id})),
         renormalize_logits=settings.flag("renormalize_logits", False),
@@ -289,11 +290,11 @@ def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[
     alpha = decoding.alpha if decoding.length_penalty != "none" else 0.0
     if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
         warn(
-            f"decoding.length_penalty is 'gnmt' and generate knows only length^alpha: length_penalty {alpha} is "
-            "written, which prefers other lengths"
+            f"decoding.length_penalty='gnmt', but generate has only length^alpha: its length_penalty={alpha} prefers "
+            "other lengths"
         )
     if decoding.stopping != "huggingface" and decoding.beam_size > 1:
-        warn(f"decoding.stopping is {decoding.stopping!r} and generate stops its beams as 'huggingface' does")
+        warn(f"decoding.stopping={decoding.stopping!r}, but generate stops its beams by the rule 'huggingface'")
     unnamed = set(range(tokenizers.target.vocab_size, model.vocab_size))
     tree = {
         "max_length": min(decoding.max_source + decoding.max_length_offset + 1, model.max_length),

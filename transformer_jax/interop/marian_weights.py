@@ -1,7 +1,7 @@
 """The weights of Hugging Face's Marian models: names, and the order of the d_model axis.
 
-Marian lays sines and cosines in halves, the paper in turn. The columns of the position table are the same ones in
-another order, and so the model is the same function if every d_model axis of its weights takes that order.
+Marian's position tables have all sines before all cosines. The paper's alternate. Both tables have equal columns in
+another order, so permuting every d_model axis of the weights converts a model with one into a model with the other.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.imported import check_expressible, check_plain_heads
+from transformer_jax.interop.exchange import check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
     Table,
     Tensors,
@@ -32,7 +32,7 @@ _POSITIONS = tuple(f"model.{stack}.embed_positions.weight" for stack in ("encode
 
 TABLE = Table(
     rows=(
-        # The first of each table's names is the one that transformers writes.
+        # transformers writes the first of several names.
         row(_SHARED, "embedding/table"),
         *embeddings((_SOURCE, _SHARED), (_TARGET, _SHARED), _OUTPUT),
         row(_LOGITS_BIAS, "logits_bias", leading=1),
@@ -44,10 +44,10 @@ _WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none
 
 
 def params_from_marian(tensors: Tensors, model: ModelConfig, origin: str) -> Params:
-    """The parameters here, of the tensors of a `MarianMTModel`.
+    """Convert the tensors of a `MarianMTModel`.
 
     Raises:
-        UserError: names, shapes or values that do not fit, all of them listed; positions that are not Marian's.
+        UserError: Names, shapes or values do not fit, all of which are listed, or a position table is not Marian's.
     """
     rest = {name: tensor for name, tensor in tensors.items() if name not in _POSITIONS}
     if model.tie_embeddings != "all" and {_SOURCE, _TARGET} <= rest.keys():
@@ -56,15 +56,15 @@ def params_from_marian(tensors: Tensors, model: ModelConfig, origin: str) -> Par
         table = tensors[name]
         expected = sinusoids(len(table), model.d_model, "halves") if table.ndim == 2 else np.zeros(())
         if table.shape != expected.shape or not np.allclose(table, expected, rtol=0, atol=1e-5):
-            raise UserError(f"{origin}: {name} {list(table.shape)} is not Marian's table of sines and cosines")
+            raise UserError(f"{origin}: {name} {list(table.shape)} is not Marian's position table")
     return from_foreign(rest, TABLE, model, origin)
 
 
 def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors of a `MarianMTModel` that computes what this model does, in float32.
+    """Return the float32 tensors of a `MarianMTModel` that computes the same function.
 
     Raises:
-        UserError: Marian cannot say what the model does; the fields are named.
+        UserError: Marian cannot express the model. The fields are named.
     """
     check_marian(model)
     if model.positions == "interleaved":
@@ -77,7 +77,7 @@ def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def check_marian(model: ModelConfig) -> None:
-    """Raises UserError unless a Marian model can compute what the configuration says."""
+    """Raise UserError unless a Marian model can compute the model."""
     legal: dict[str, tuple[Any, ...]] = {
         "norm_position": ("post",),
         "final_norm": (False,),
@@ -87,20 +87,21 @@ def check_marian(model: ModelConfig) -> None:
         "position_exponent": ("paper",),
         "position_offset": (0,),
         "decoder_start": ("bos", "eos", "pad"),
+        "source_bos": (False,),
     }
     check_expressible(model, "marian", legal)
     check_plain_heads(model, "marian")
 
 
 def in_halves(params: Params, d_model: int) -> Params:
-    """The parameters of a model with interleaved positions, for one with halves: the same function."""
+    """Convert the parameters of a model with interleaved positions for a model with halves that is equal to it."""
     return reorder(params, np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)]))
 
 
 def reorder(params: Params, order: np.ndarray) -> Params:
-    """The parameters with every d_model axis in another order: new[..., i] is old[..., order[i]].
+    """Permute every d_model axis: new[..., i] is old[..., order[i]].
 
-    The function stays the same if the columns of the position table take the same order.
+    The model computes the same function if the columns of its position table are permuted likewise.
     """
     leaves = {}
     for path, leaf in flatten(params).items():
@@ -110,7 +111,7 @@ def reorder(params: Params, order: np.ndarray) -> Params:
 
 
 def _model_axis(path: str) -> int | None:
-    """Which axis of a parameter is d_model; None: there is no such axis."""
+    """Return the axis of a parameter that is d_model, or None."""
     if path.endswith("/table"):
         return 1
     if path.endswith(("output/kernel", "outer/kernel")):

@@ -1,15 +1,15 @@
-"""Tables of names: which tensor of a foreign format is which parameter here. One table serves both directions.
+"""Tables of names: which tensor of a foreign format is which parameter. One table serves both directions.
 
-A foreign linear layer holds [out, in], ours a kernel [in, out] whose heads are axes of their own:
+A foreign linear layer stores [out, in]. A kernel of this package is [in, out], with the heads as separate axes:
 
-| here                               | shape              | there                |
+| parameter                          | shape              | foreign tensor       |
 |------------------------------------|--------------------|----------------------|
 | `query/kernel`, `key/kernel`       | [d_model, h, d_k]  | [h * d_k, d_model]   |
 | `value/kernel`                     | [d_model, h, d_v]  | [h * d_v, d_model]   |
 | attention's `output/kernel`        | [h, d_v, d_model]  | [d_model, h * d_v]   |
 | any other `kernel`                 | [in, out]          | [out, in]            |
 | `query/bias`, `key/bias`, ...      | [h, d]             | [h * d]              |
-| tables, scales, other biases       |                    | the same             |
+| tables, scales, other biases       | any                | equal shape          |
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ Tensors = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. `{i}` in a name stands for the number of a layer.
+    """One row of a table. `{i}` in a name stands for the index of a layer.
 
-    Args:
-        foreign: the tensor's name there; of several the first is the one that is written, the others are read too.
-        ours: the parameter's path here; of several, their matrices stand one below the other in the foreign tensor.
-        zeros: the format always has this tensor, and it is zero where the model here has no such parameter.
-        leading: the foreign tensor has so many axes of length 1 before its own.
-        unless: the row does not count for a model that has this parameter.
+    Attributes:
+        foreign: Names of the foreign tensor. The first one is written, all of them are read.
+        ours: Paths of the parameters that the foreign tensor holds, stacked along its first axis.
+        zeros: Whether the format always has this tensor, with zeros where the model has no such parameter.
+        leading: Number of axes of length 1 in front of the foreign tensor's other axes.
+        unless: Path of a parameter. The row does not apply to models that have it.
     """
 
     foreign: tuple[str, ...]
@@ -47,7 +47,7 @@ class Row:
     unless: str = ""
 
     def at(self, layer: int) -> "Row":
-        """The row of one layer."""
+        """Return the row with the index of one layer filled in."""
 
         def fill(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name.replace("{i}", str(layer)) for name in names)
@@ -57,19 +57,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """All rows of a format, and the endings of the names of foreign tensors that hold no parameter."""
+    """All rows of a format, and the name endings of foreign tensors that hold no parameter."""
 
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()
 
 
 def row(foreign: str | Sequence[str], *ours: str, zeros: bool = False, leading: int = 0, unless: str = "") -> Row:
-    """A `Row`, its names given one by one."""
+    """Return a `Row` for one foreign name or several, and one path or several."""
     return Row((foreign,) if isinstance(foreign, str) else tuple(foreign), ours, zeros, leading, unless)
 
 
 def linear(foreign: str, *ours: str, zeros: bool = False) -> list[Row]:
-    """The rows of a linear layer: `weight` and `bias` there, `kernel` and `bias` here."""
+    """Return the rows of a linear layer: foreign `weight` and `bias` are `kernel` and `bias`."""
     return [
         row(f"{foreign}.weight", *(f"{name}/kernel" for name in ours)),
         row(f"{foreign}.bias", *(f"{name}/bias" for name in ours), zeros=zeros),
@@ -77,12 +77,12 @@ def linear(foreign: str, *ours: str, zeros: bool = False) -> list[Row]:
 
 
 def norm(foreign: str, ours: str, names: tuple[str, str] = ("weight", "bias")) -> list[Row]:
-    """The rows of a LayerNorm."""
+    """Return the rows of a LayerNorm whose foreign scale and shift have the given names."""
     return [row(f"{foreign}.{names[0]}", f"{ours}/scale"), row(f"{foreign}.{names[1]}", f"{ours}/bias")]
 
 
 def embeddings(source: str | Sequence[str], target: str | Sequence[str], output: str | Sequence[str]) -> list[Row]:
-    """The rows of the tables and of the output's matrix, however many of them are one: tied ones must agree."""
+    """Return the rows of the embedding tables and of the output projection, for every way of tying them."""
     return [
         row(source, "embedding/table"),
         row(target, "embedding/table"),
@@ -95,7 +95,7 @@ def embeddings(source: str | Sequence[str], target: str | Sequence[str], output:
 
 
 def fairseq_stack(stack: str, attentions: Mapping[str, str], prefix: str = "") -> list[Row]:
-    """The rows of a stack under fairseq's names, which Hugging Face's models took over."""
+    """Return the rows of a stack under fairseq's names, which Hugging Face's models use too."""
     there, here = f"{prefix}{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
     rows: list[Row] = []
     for foreign, ours in attentions.items():
@@ -109,47 +109,53 @@ def fairseq_stack(stack: str, attentions: Mapping[str, str], prefix: str = "") -
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """{"encoder/layer_0/self_attention/query/kernel": array, ...}."""
+    """Return a tree's leaves by path: {"encoder/layer_0/self_attention/query/kernel": array, ...}."""
     return flatten_dict(params, sep="/")
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Params:
-    """The reverse of `flatten`."""
+    """Return the tree whose leaves `flatten` returned."""
     return unflatten_dict(leaves, sep="/")
 
 
 def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict[str, np.ndarray]:
-    """The tensors under other names.
+    """Return the tensors under other names.
 
     Raises:
-        UserError: two of them would get one name.
+        UserError: Two tensors would get one name.
     """
-    found: dict[str, tuple[str, np.ndarray]] = {}
-    for name, tensor in tensors.items():
+    old_names: dict[str, str] = {}
+    for name in tensors:
         new = rename(name)
-        if new in found:
-            raise UserError(f"{origin}: {found[new][0]} and {name} both stand for {new}; only one may be there")
-        found[new] = (name, tensor)
-    return {new: tensor for new, (_, tensor) in found.items()}
+        if new in old_names:
+            raise UserError(f"{origin}: {old_names[new]} and {name} both mean {new}. Remove one of them")
+        old_names[new] = name
+    return {new: tensors[name] for new, name in old_names.items()}
 
 
 def from_foreign(tensors: Tensors, table: Table, config: ModelConfig, origin: str) -> Params:
-    """The parameters of the model of `config`, as NumPy arrays of its `param_dtype`, from a format's tensors.
+    """Convert the tensors of a format to parameters, NumPy arrays of the dtype `config.param_dtype`.
+
+    Args:
+        tensors: Foreign tensors by name.
+        table: Table of the format.
+        config: Model that the parameters are for.
+        origin: Where the tensors come from, for errors.
 
     Raises:
-        UserError: names that are missing or left over, wrong shapes, values that are not finite, tables that the
-            configuration ties and that differ: all of them are listed.
+        UserError: Tensors are missing or left over, have wrong shapes or values that are not finite, or differ
+            although the configuration ties them. All problems are listed.
     """
     wanted = flatten(abstract_params(config))
     dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
-    found: dict[str, np.ndarray] = {}
+    leaves: dict[str, np.ndarray] = {}
     used: set[str] = set()
     problems: list[str] = []
     missing: dict[str, str] = {}
     for item in _rows(table, config, wanted):
         name = next((name for name in item.foreign if name in tensors), None)
         if not all(path in wanted for path in item.ours):
-            # What the model here lacks may be there if it is zero: a bias that does nothing.
+            # A tensor that the model lacks is accepted if it is zero: a bias without effect.
             if name and item.zeros and not np.any(tensors[name]):
                 used.add(name)
             continue
@@ -157,30 +163,29 @@ def from_foreign(tensors: Tensors, table: Table, config: ModelConfig, origin: st
             missing.update(dict.fromkeys(item.ours, item.foreign[0]))
             continue
         used.add(name)
-        problems += _read(item, name, tensors[name], wanted, found, dtype)
-    problems += [f"{name} is missing" for name in sorted({missing[path] for path in missing if path not in found})]
-    uncovered = [path for path in wanted if path not in found and path not in missing]
+        problems += _read(item, name, tensors[name], wanted, leaves, dtype)
+    problems += [f"{name} is missing" for name in sorted({missing[path] for path in missing if path not in leaves})]
     if not problems:
-        problems += [f"the format has no place for {path}" for path in uncovered]
-    left = [name for name in tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
-    problems += [f"{name} {list(tensors[name].shape)} is left over" for name in left]
+        uncovered = [path for path in wanted if path not in leaves and path not in missing]
+        problems += [f"the format has no tensor for {path}" for path in uncovered]
+    unused = [name for name in tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
+    problems += [f"{name} {list(tensors[name].shape)} is left over" for name in unused]
     if problems:
         raise UserError(f"{origin} does not fit the model: {'; '.join(problems)}")
-    return unflatten({path: found[path] for path in wanted})
+    return unflatten({path: leaves[path] for path in wanted})
 
 
 def to_foreign(params: Params, table: Table, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A format's tensors, from the parameters of the model of `config`.
+    """Convert the parameters of a model to the tensors of a format.
 
     Raises:
-        UserError: a parameter has no place in the format.
+        UserError: The format has no tensor for a parameter.
     """
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
     tensors: dict[str, np.ndarray] = {}
     placed: set[str] = set()
     for item in _rows(table, config, leaves):
-        have = [path in leaves for path in item.ours]
-        if all(have):
+        if all(path in leaves for path in item.ours):
             parts = [_foreign_layout(path, leaves[path]) for path in item.ours]
             placed.update(item.ours)
         elif item.zeros:
@@ -192,9 +197,9 @@ def to_foreign(params: Params, table: Table, config: ModelConfig) -> dict[str, n
             continue
         tensor = np.concatenate(parts)
         tensors[item.foreign[0]] = np.ascontiguousarray(tensor.reshape((1,) * item.leading + tensor.shape))
-    homeless = [path for path in leaves if path not in placed]
-    if homeless:
-        raise UserError(f"the format has no place for {', '.join(homeless)}")
+    unplaced = [path for path in leaves if path not in placed]
+    if unplaced:
+        raise UserError(f"the format has no tensor for {', '.join(unplaced)}")
     return tensors
 
 
@@ -213,22 +218,22 @@ def _rows(table: Table, config: ModelConfig, leaves: Mapping[str, Any]) -> Itera
 def in_dtype(
     name: str, tensor: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
 ) -> tuple[np.ndarray | None, list[str]]:
-    """A foreign tensor in the dtype of the model here, or None and what is wrong with it."""
+    """Return a foreign tensor in another dtype, or None and what is wrong with the tensor."""
     if tensor.shape != shape:
         return None, [f"{name} has shape {list(tensor.shape)}, not {list(shape)}"]
     if not np.issubdtype(tensor.dtype, np.floating):
         return None, [f"{name} holds {tensor.dtype}, not floating-point numbers"]
     with np.errstate(over="ignore"):
-        tensor = tensor.astype(dtype, copy=False)  # first: a large number may be none in this dtype
+        tensor = tensor.astype(dtype, copy=False)  # before the check: a large number may overflow in this dtype
     if not np.all(np.isfinite(tensor)):
         return None, [f"{name} holds numbers that are not finite in {dtype}"]
     return tensor, []
 
 
 def _read(
-    item: Row, name: str, tensor: np.ndarray, wanted: Mapping[str, Any], found: dict[str, np.ndarray], dtype: np.dtype
+    item: Row, name: str, tensor: np.ndarray, wanted: Mapping[str, Any], leaves: dict[str, np.ndarray], dtype: np.dtype
 ) -> list[str]:
-    """Puts what a foreign tensor holds into `found`; returns what is wrong with it."""
+    """Add the parameters that a foreign tensor holds to `leaves`, and return what is wrong with the tensor."""
     shapes = [_foreign_shape(path, wanted[path].shape) for path in item.ours]
     expected = (1,) * item.leading + (sum(shape[0] for shape in shapes), *shapes[0][1:])
     fitting, problems = in_dtype(name, tensor, expected, dtype)
@@ -236,12 +241,12 @@ def _read(
         return problems
     tensor, first = fitting.reshape(expected[item.leading :]), 0
     for path, shape in zip(item.ours, shapes, strict=True):
-        # A copy: the tensor may be a window on a file that changes.
+        # A copy, because the tensor may be a view of a memory-mapped file.
         leaf = np.array(_our_layout(path, tensor[first : first + shape[0]], wanted[path].shape), order="C")
         first += shape[0]
-        if path in found and not np.array_equal(found[path], leaf):
-            problems.append(f"{name} differs from the other tensors that are {path} here")
-        found[path] = leaf
+        if path in leaves and not np.array_equal(leaves[path], leaf):
+            problems.append(f"{name} differs from the other tensors that are {path}, but the configuration ties them")
+        leaves[path] = leaf
     return problems
 
 

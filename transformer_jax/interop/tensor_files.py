@@ -1,4 +1,4 @@
-"""Files of tensors: the only place that unpickles, and that only with `torch.load(weights_only=True)`."""
+"""Files of tensors. Only this module unpickles, and only with `torch.load(weights_only=True)`."""
 
 import contextlib
 import warnings
@@ -11,21 +11,21 @@ import numpy as np
 
 from transformer_jax.types import UserError, first_line
 
-# Under which names a training script's checkpoint keeps the state dict among other things.
+# Names under which training scripts store the state dict in a checkpoint.
 _CONTAINERS = ("model_state_dict", "state_dict", "model")
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file that torch or safetensors wrote, or of the one such file in a folder.
+    """Read the tensors of a file that torch or safetensors wrote, or of the only such file in a folder.
 
     Raises:
-        UserError: no such file, or several; it is damaged, or holds other objects.
+        UserError: The folder has no such file or several, or the file is damaged or holds other objects.
     """
     if path.is_dir():
         files = [file for ending in ("*.safetensors", "*.pt", "*.pth", "*.bin") for file in sorted(path.glob(ending))]
         if len(files) != 1:
-            found = ", ".join(file.name for file in files) or "none"
-            raise UserError(f"{path}: one file of tensors is needed, and there is {found}; name the file")
+            names = ", ".join(file.name for file in files) or "none"
+            raise UserError(f"{path}: the folder has these files of tensors: {names}. Give the path of one file")
         path = files[0]
     if path.suffix == ".safetensors":
         return read_safetensors(path)
@@ -37,101 +37,104 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a `.safetensors` file; 16-bit floats become float32.
+    """Read the tensors of a `.safetensors` file, with 16-bit floats converted to float32.
 
     Raises:
-        UserError: no such file, or it is damaged.
+        UserError: The file is missing or damaged.
     """
     safetensors = _import_safetensors(f"to read {path}")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
-            return {name: _widened(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  it is no mapping
+            return {name: _widened(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118  not a mapping
     except Exception as error:  # of the library, of the system, or of NumPy for a type that it does not know
         raise UserError(f"{path}: not a readable .safetensors file: {first_line(error)}") from error
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a `.safetensors` file."""
+    """Write a `.safetensors` file."""
     safetensors = _import_safetensors(f"to write {path}")
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     safetensors.numpy.save_file(contiguous, path, metadata=dict(metadata or {}))
 
 
 def load_torch(path: Path, safe_globals: tuple[Any, ...] = ()) -> Any:
-    """What `torch.save` wrote, by `torch.load(weights_only=True)`: nothing in the file is executed.
+    """Read a file that `torch.save` wrote, without executing anything in it.
 
     Args:
-        path: the file.
-        safe_globals: classes that the file may hold besides tensors and containers.
+        path: File to read.
+        safe_globals: Classes that the file may hold in addition to tensors and containers.
 
     Raises:
-        UserError: torch is not installed; the file is damaged, or holds other classes: they are named.
+        UserError: torch is not installed, or the file is damaged or holds other classes, which are named.
     """
     torch = import_torch(f"to read {path}")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
-        # Mapped where the format allows it, so that a large file is not held twice.
+        # Memory-mapped where the format allows it, so that a large file is not in memory twice.
         mapped = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(list(safe_globals)), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickles of other protocols, which fail anyway
-            refused = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if mapped else []
-            if refused:
-                raise UserError(_refusal(path, refused))
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if mapped else []
+            if unsafe:
+                raise UserError(_unsafe_message(path, unsafe))
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
     except UserError:
         raise
     except Exception as error:  # a damaged file fails in any of a dozen ways
         raise UserError(
-            f"{path}: torch.load(weights_only=True) cannot read it: {first_line(error)} (a file that needs other "
-            "classes has to be saved again as a plain state dict: torch.save(model.state_dict(), FILE))"
+            f"{path}: torch.load(weights_only=True) cannot read it: {first_line(error)} (save a file that needs other "
+            "classes again as a plain state dict: torch.save(model.state_dict(), FILE))"
         ) from error
 
 
-def _refusal(path: Path, refused: list[str]) -> str:
+def _unsafe_message(path: Path, names: list[str]) -> str:
     return (
-        f"{path} holds objects of {', '.join(sorted(refused))}, which reading would execute; it is refused. Where the "
-        "file is trusted, save it again without them: c = torch.load(FILE, weights_only=False); "
+        f"{path} holds objects of {', '.join(sorted(names))}, and reading them would execute code. If you trust the "
+        "file, save it again without them: c = torch.load(FILE, weights_only=False); "
         f"torch.save({{k: c[k] for k in {('args', 'cfg', *_CONTAINERS)} if k in c}}, NEW_FILE)"
     )
 
 
 def state_dict_arrays(state: Any, origin: str) -> dict[str, np.ndarray]:
-    """A state dict's tensors as NumPy arrays; 16-bit floats become float32.
+    """Convert the tensors of a state dict to NumPy arrays, and 16-bit floats to float32.
 
     Raises:
-        UserError: something else than a mapping of names to tensors.
+        UserError: The state is not a mapping of names to plain tensors.
     """
     torch = import_torch(f"to read {origin}")
     if not isinstance(state, Mapping) or not state:
         raise UserError(f"{origin} holds {type(state).__name__}, not a state dict (names to tensors)")
-    strange = [str(n) for n, value in state.items() if not isinstance(n, str) or not isinstance(value, torch.Tensor)]
-    if strange:
-        raise UserError(f"{origin}: not tensors: {', '.join(strange[:10])}; a state dict has only tensors, each named")
+    others = [str(n) for n, value in state.items() if not isinstance(n, str) or not isinstance(value, torch.Tensor)]
+    if others:
+        raise UserError(f"{origin}: not tensors: {', '.join(others[:10])}. A state dict maps names to tensors")
     names = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 bool"
     plain = {getattr(torch, name) for name in names.split()}
-    strange = [
+    others = [
         f"{name} ({tensor.dtype}, {tensor.layout})"
         for name, tensor in state.items()
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in plain
     ]
-    if strange:
-        raise UserError(f"{origin}: tensors that are no plain arrays: {', '.join(strange[:10])}")
+    if others:
+        raise UserError(f"{origin}: tensors that are not plain arrays: {', '.join(others[:10])}")
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     return {name: tensor.detach().to(wide.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in state.items()}
 
 
 def save_torch(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a state dict with `torch.save`."""
+    """Write a state dict with `torch.save`."""
     torch = import_torch(f"to write {path}")
     torch.save({name: torch.from_numpy(np.array(tensor)) for name, tensor in tensors.items()}, path)
 
 
 def import_torch(purpose: str) -> Any:
-    """The module torch.
+    """Return the module torch.
+
+    Args:
+        purpose: Why it is needed, for the error.
 
     Raises:
-        UserError: it is not installed.
+        UserError: It is not installed.
     """
     with contextlib.suppress(ImportError):
         import torch
@@ -142,7 +145,7 @@ def import_torch(purpose: str) -> Any:
 
 def _import_safetensors(purpose: str) -> Any:
     with contextlib.suppress(ImportError):
-        import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by name from here on
+        import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy
         import safetensors.numpy
 
         return safetensors

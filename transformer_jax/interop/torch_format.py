@@ -1,17 +1,20 @@
-"""`torch.nn.Transformer`, and stacks of its encoder and decoder layers, with embeddings and an output layer.
+"""State dicts of PyTorch models: `torch.nn.Transformer`, annotated-transformer, and the opus_books teaching model.
 
-Names are those of `torch_model.TorchTransformer`; the usual other names of the same things are read too. A state dict
-does not say how many heads there are, where the LayerNorms stand, what the positions are or whether embeddings are
-scaled: the configuration says so. Position tables that are stored are compared with it.
+The first layout has the names of `torch_models.TorchTransformer`; usual other names of the same tensors are read too.
+annotated-transformer and the teaching model normalize by (x - mean) / (std + epsilon) with the unbiased std, before
+each sub-layer and once more after each stack, which is another function than `torch.nn.LayerNorm`.
+
+A state dict does not show the number of heads, where `torch.nn.Transformer` normalizes, whether embeddings are scaled
+or what the source looks like. The configuration states these. Position tables in a state dict are compared with it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.imported import check_expressible, check_plain_heads
+from transformer_jax.interop.exchange import check_expressible, check_plain_heads
 from transformer_jax.interop.tables import (
     Row,
     Table,
@@ -26,6 +29,8 @@ from transformer_jax.interop.tables import (
 )
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import Params, UserError
+
+# ------------------------------------------------------------------------------------------------ torch.nn.Transformer
 
 
 def _attention(foreign: str, ours: str) -> list[Row]:
@@ -55,7 +60,7 @@ OUTPUT = ("generator.weight", "fc_out.weight", "output_projection.weight", "lm_h
 
 TABLE = Table(
     rows=(
-        # A shared table may stand for both sides.
+        # A shared table may serve as the source's and as the target's.
         *embeddings((*SOURCE, *SHARED), (*TARGET, *SHARED), OUTPUT),
         row(tuple(name.replace("weight", "bias") for name in OUTPUT), "logits_bias"),
         row("src_positions.weight", "source_positions/table"),
@@ -66,52 +71,184 @@ TABLE = Table(
     ignored=(".pe", "pos_embedding", "positional_encoding", "pos_encoding"),
 )
 
-# What a state dict may put before the names above, and what the stacks are called outside torch.nn.Transformer.
+# Prefixes that a training script adds to the names above, and names of the stacks outside torch.nn.Transformer.
 _PREFIXES = re.compile(r"^(module\.|_orig_mod\.|model\.)+")
 _STACKS = re.compile(r"^(?:transformer[._])?(encoder|decoder)\.(?=layers\.|norm\.)")
 
 
-def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
-    """The parameters here, of the tensors of a state dict.
+def standard_torch_names(tensors: Tensors, origin: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a state dict under the names of `TABLE`.
 
     Raises:
-        UserError: names, shapes, values or position tables that do not fit; all of them are listed.
+        UserError: Two tensors would get one name.
+    """
+    return renamed(tensors, lambda name: _STACKS.sub(r"transformer.\1.", _PREFIXES.sub("", name)), origin)
+
+
+def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
+    """Convert a state dict of `torch.nn.Transformer` between embeddings and an output layer.
+
+    Args:
+        tensors: Tensors of the state dict.
+        config: Model that the state dict is for.
+        origin: Where the tensors come from, for errors.
+
+    Raises:
+        UserError: Names, shapes, values or position tables do not fit. All problems are listed.
     """
     check_torch(config)
-    tensors = renamed(tensors, lambda name: _STACKS.sub(r"transformer.\1.", _PREFIXES.sub("", name)), origin)
+    tensors = standard_torch_names(tensors, origin)
     check_position_tables(tensors, TABLE, config, origin)
     return from_foreign(tensors, TABLE, config, origin)
 
 
 def torch_from_params(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """The state dict of `torch_model.TorchTransformer`, of the parameters here."""
+    """Return the state dict of `torch_models.TorchTransformer` with the given parameters."""
     check_torch(config)
     return to_foreign(params, TABLE, config)
 
 
 def check_torch(config: ModelConfig) -> None:
-    """Raises UserError unless torch's modules can compute this model."""
+    """Raise UserError unless torch's modules can compute the model."""
     check_plain_heads(config, "torch")
     check_expressible(config, "torch", {"norm_variant": ("standard",)})
 
 
 def check_position_tables(tensors: Tensors, table: Table, config: ModelConfig, origin: str) -> None:
-    """Raises UserError if a stored table of positions is not the one that the configuration describes."""
+    """Check that the position tables in a state dict are those that the configuration describes.
+
+    Raises:
+        UserError: A position table differs.
+    """
     for name, stored in tensors.items():
         if not name.endswith(table.ignored or ("\0",)) or stored.size == 0 or config.positions == "learned":
             continue
         stored = np.squeeze(stored)
         if stored.ndim != 2 or stored.shape[1] != config.d_model:
             raise UserError(
-                f"{origin}: {name} has shape {list(stored.shape)}; a table of positions has d_model columns"
+                f"{origin}: {name} has shape {list(stored.shape)}, but a position table has model.d_model="
+                f"{config.d_model} columns"
             )
         ours = sinusoids(
             len(stored), config.d_model, config.positions, config.position_exponent, config.position_offset
         )
         difference = np.abs(stored - ours).max()
-        if not difference <= 1e-3:  # float32 tables of 5,000 rows are off by some 1e-4 themselves
+        if not difference <= 1e-3:  # float32 tables of 5,000 rows are off by about 1e-4 themselves
             raise UserError(
-                f"{origin}: {name} is not the table that the configuration describes (largest difference "
-                f"{difference:.2g}): see model.positions {config.positions!r}, model.position_exponent "
-                f"{config.position_exponent!r} and model.position_offset {config.position_offset}"
+                f"{origin}: {name} is not the position table that the configuration describes (largest difference "
+                f"{difference:.2g}). Check model.positions={config.positions!r}, model.position_exponent="
+                f"{config.position_exponent!r} and model.position_offset={config.position_offset}"
             )
+
+
+# ------------------------------------------------------------------- annotated-transformer and the teaching model
+
+PROJECTIONS = ("query", "key", "value", "output")
+SUBLAYERS = {
+    "encoder": ("self_attention", "feed_forward"),
+    "decoder": ("self_attention", "cross_attention", "feed_forward"),
+}
+
+
+def _annotated_table(
+    attentions: dict[str, str],
+    projections: Sequence[str],
+    feed_forward: tuple[str, str],
+    norms: tuple[str, str, str],
+    tables: tuple[str, str, str],
+) -> Table:
+    """Return the table of one layout.
+
+    Args:
+        attentions: Foreign name of each kind of attention.
+        projections: Foreign names of the query, key, value and output projections.
+        feed_forward: Foreign names of the two feed-forward projections.
+        norms: Foreign name of the list of residual connections, and of a norm's scale and shift.
+        tables: Foreign names of the source embedding, the target embedding and the output projection.
+    """
+    source, target, output = tables
+    rows: list[Row] = [
+        *embeddings(f"{source}.weight", f"{target}.weight", f"{output}.weight"),
+        row(f"{output}.bias", "logits_bias"),
+    ]
+    for stack, sublayers in SUBLAYERS.items():
+        there, here = f"{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
+        for number, sublayer in enumerate(sublayers):
+            rows += norm(f"{there}.{norms[0]}.{number}.norm", f"{here}/{sublayer}_norm", norms[1:])
+            if sublayer == "feed_forward":
+                rows += linear(f"{there}.{feed_forward[0]}", f"{here}/feed_forward/inner")
+                rows += linear(f"{there}.{feed_forward[1]}", f"{here}/feed_forward/outer")
+                continue
+            for projection, ours in zip(projections, PROJECTIONS, strict=True):
+                rows += linear(f"{there}.{attentions[sublayer]}.{projection}", f"{here}/{sublayer}/{ours}")
+        rows += norm(f"{stack}.norm", f"{stack}/final_norm", norms[1:])
+    return Table(tuple(rows), ignored=(".pe",))
+
+
+ANNOTATED = _annotated_table(
+    attentions={"self_attention": "self_attn", "cross_attention": "src_attn"},
+    projections=[f"linears.{number}" for number in range(4)],
+    feed_forward=("feed_forward.w_1", "feed_forward.w_2"),
+    norms=("sublayer", "a_2", "b_2"),
+    tables=("src_embed.0.lut", "tgt_embed.0.lut", "generator.proj"),
+)
+
+OPUS_BOOKS = _annotated_table(
+    attentions={"self_attention": "self_attention_block", "cross_attention": "cross_attention_block"},
+    projections=["w_q", "w_k", "w_v", "w_o"],
+    feed_forward=("feed_forward_block.linear_1", "feed_forward_block.linear_2"),
+    norms=("residual_connections", "alpha", "bias"),
+    tables=("src_embed.embedding", "tgt_embed.embedding", "projection_layer.proj"),
+)
+
+ANNOTATED_CONVENTIONS = {
+    "norm_variant": "unbiased_std",
+    "norm_position": "pre",
+    "final_norm": True,
+    "activation": "relu",
+    "scale_embeddings": True,
+    "positions": "interleaved",
+    "position_exponent": "paper",
+    "position_offset": 0,
+}
+
+
+def annotated_layout(tensors: Tensors) -> Table:
+    """Return the table of the layout that the names of a state dict belong to."""
+    return OPUS_BOOKS if any("attention_block" in name for name in tensors) else ANNOTATED
+
+
+def params_from_annotated(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
+    """Convert a state dict of annotated-transformer or of the opus_books teaching model.
+
+    Args:
+        tensors: Tensors of the state dict.
+        config: Model that the state dict is for.
+        origin: Where the tensors come from, for errors.
+
+    Raises:
+        UserError: Names, shapes, values or position tables do not fit. All problems are listed.
+    """
+    check_annotated(config)
+    table = annotated_layout(tensors)
+    # Early versions of the teaching model have one scale and one shift for all columns.
+    widened = {
+        name: np.full(config.d_model, tensor[0], tensor.dtype)
+        if tensor.shape == (1,) and name.endswith((".norm.alpha", ".norm.bias"))
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    check_position_tables(widened, table, config, origin)
+    return from_foreign(widened, table, config, origin)
+
+
+def annotated_from_params(params: Params, config: ModelConfig, table: Table = ANNOTATED) -> dict[str, np.ndarray]:
+    """Return the state dict of annotated-transformer, or of the layout of `table`, with the given parameters."""
+    check_annotated(config)
+    return to_foreign(params, table, config)
+
+
+def check_annotated(config: ModelConfig) -> None:
+    """Raise UserError unless annotated-transformer can compute the model."""
+    check_expressible(config, "annotated", {name: (value,) for name, value in ANNOTATED_CONVENTIONS.items()})
+    check_plain_heads(config, "annotated")

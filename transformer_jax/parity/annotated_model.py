@@ -1,7 +1,7 @@
 """The model of annotated-transformer's published formulas in torch: an oracle to compare with.
 
 Pre-norm with a LayerNorm after each stack, and that LayerNorm is scale (x - mean) / (std + epsilon) + shift with the
-unbiased std. Names of modules are those of its state dicts, which `annotated_format` reads.
+unbiased std. Names of modules are those of its state dicts, which `torch_format` reads.
 """
 
 import math
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from transformer_jax.config import ModelConfig, StackSize
-from transformer_jax.interop.annotated_format import check_annotated
-from transformer_jax.interop.imported import check_expressible
+from transformer_jax.interop.exchange import check_expressible
+from transformer_jax.interop.torch_format import check_annotated
 
 
 class LayerNorm(nn.Module):

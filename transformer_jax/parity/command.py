@@ -7,11 +7,10 @@ from pathlib import Path
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
-from transformer_jax.interop.annotated_format import params_from_annotated
 from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
-from transformer_jax.interop.torch_format import params_from_torch
+from transformer_jax.interop.torch_format import params_from_annotated, params_from_torch
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity.compare import ParityReport, compare_models, random_params
 from transformer_jax.presets import load_config, load_recipe

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop import annotated_format, fairseq_format, marian_weights, torch_format
-from transformer_jax.interop.imported import check_expressible
+from transformer_jax.interop import fairseq_format, marian_weights, torch_format
+from transformer_jax.interop.exchange import check_expressible
 from transformer_jax.interop.tables import Table, from_foreign, to_foreign
 from transformer_jax.parity.annotated_model import AnnotatedTransformer
 from transformer_jax.parity.oracles import Arrays, Hook, TorchOracle
@@ -311,8 +311,8 @@ PEERS = {
             tie_embeddings="none",
             logits_bias=True,
         ),
-        check=annotated_format.check_annotated,
-        table=annotated_format.ANNOTATED,
+        check=torch_format.check_annotated,
+        table=torch_format.ANNOTATED,
         module=AnnotatedTransformer,
         hooks=_hooks("encoder", "decoder", _ANNOTATED),
         oracle={"logits": _torch_logits},

@@ -1,8 +1,8 @@
 """The tokenizer files of a Hugging Face Marian folder.
 
 A SentencePiece pair is `source.spm`, `target.spm` and `vocab.json`. Other tokenizers become a `tokenizer.json` of the
-library `tokenizers`, which gives the same ids and EOS after them; beside it our own files stand in `tokenizer/`, from
-which the folder is read again.
+library `tokenizers`, which gives equal ids with EOS after them. This package reads such a folder from its own files in
+the subfolder `tokenizer/`.
 """
 
 import json
@@ -14,34 +14,37 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.data.subword import SentencePieceTokenizer
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.folder_files import OWN_TOKENIZER, SPECIAL, read_json, vocabulary, write_json
+from transformer_jax.interop.exchange import OWN_TOKENIZER, SPECIAL, unique_tokens, write_json
+from transformer_jax.runtime.files import read_json
 from transformer_jax.types import UserError
 
-# What str.split() takes for white space.
+# White space of str.split().
 _WHITE_SPACE = (
     r"\x{09}-\x{0d}\x{1c}-\x{20}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 )
 
 
 def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> TokenizerPair:
-    """The tokenizers of a Marian folder.
+    """Read the tokenizers of a Marian folder.
 
     Args:
-        folder: the folder.
-        pad_id, bos_id, eos_id: of its model.
+        folder: Folder to read.
+        pad_id: Id of the model's padding.
+        bos_id: Id of the model's BOS.
+        eos_id: Id of the model's EOS.
 
     Raises:
-        UserError: files that are missing or damaged.
+        UserError: A file is missing or damaged.
     """
     if (folder / OWN_TOKENIZER).is_dir():
         return TokenizerPair.load(folder / OWN_TOKENIZER)
     missing = [name for name in ("source.spm", "target.spm", "vocab.json") if not (folder / name).is_file()]
     if missing:
-        raise UserError(f"{folder}: {', '.join(missing)} missing; of a Marian folder's tokenizers only these are read")
+        raise UserError(f"{folder}: {', '.join(missing)} missing, which a Marian folder's tokenizers need")
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.is_file() else {}
     if settings.get("sp_model_kwargs"):
-        raise UserError(f"{settings_file}: sp_model_kwargs is {settings['sp_model_kwargs']!r}; that is not done here")
+        raise UserError(f"{settings_file}: sp_model_kwargs is {settings['sp_model_kwargs']!r}, which is not supported")
     clean_up = bool(settings.get("clean_up_tokenization_spaces"))
     unknown = settings.get("unk_token") or "<unk>"
     names = {"source": "vocab.json", "target": "vocab.json"}
@@ -53,10 +56,10 @@ def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> Toke
         # transformers writes added tokens as objects.
         token = unknown.get("content") if isinstance(unknown, dict) else unknown
         if not isinstance(token, str) or token not in vocabulary:
-            raise UserError(f"{folder / name} has no {token!r}, the token for what is unknown")
+            raise UserError(f"{folder / name} has no {token!r}, the token for unknown words")
         for what, wanted in (("</s>", eos_id), ("<pad>", pad_id)):
             if vocabulary.get(what, wanted) != wanted:
-                raise UserError(f"{folder / name}: {what} is {vocabulary[what]!r}, and config.json says {wanted}")
+                raise UserError(f"{folder / name}: {what} is {vocabulary[what]!r}, but {wanted} in config.json")
         special = (pad_id, bos_id, eos_id, vocabulary[token])
         try:
             model = (folder / f"{side}.spm").read_bytes()
@@ -67,16 +70,16 @@ def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> Toke
 
 
 def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> None:
-    """Writes files that `AutoTokenizer` loads.
+    """Write files that `AutoTokenizer` loads.
 
     Raises:
-        UserError: the library cannot say what the tokenizers do.
+        UserError: The library cannot express the tokenizers.
     """
     source, target = pair.source, pair.target
     settings: dict[str, Any] = {"model_max_length": model.max_length, "clean_up_tokenization_spaces": False}
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
         if not model.source_eos:
-            raise UserError("marian cannot hold this model: model.source_eos is False, and MarianTokenizer adds EOS")
+            raise UserError("marian cannot express this model: model.source_eos=False, but MarianTokenizer adds EOS")
         separate = source.vocabulary != target.vocabulary
         (folder / "source.spm").write_bytes(source.model)
         (folder / "target.spm").write_bytes(target.model)
@@ -89,21 +92,21 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
     else:
         if not pair.joint:
             raise UserError(
-                "marian cannot hold this model: tokenizer.joint is False, and a Marian folder has one vocabulary "
+                "marian cannot express this model: tokenizer.joint=False, but a Marian folder has one vocabulary "
                 "for both sides unless it is a SentencePiece pair"
             )
-        words = vocabulary(source)
+        words = unique_tokens(source)
         special = {n: i for n in SPECIAL if (i := getattr(source, f"{n}_id")) is not None}
         write_json(folder / "tokenizer.json", _library_json(source, words, model))
         pair.save(folder / OWN_TOKENIZER)
-        # What looks like a special token in text is text.
+        # A special token's spelling in the text is ordinary text.
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
         settings |= {f"{name}_token": words[i] for name, i in special.items()}
     write_json(folder / "tokenizer_config.json", settings)
 
 
 def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig) -> dict[str, Any]:
-    """`tokenizer.json`: the library's own form of one of our tokenizers, with EOS after the text."""
+    """Return `tokenizer.json`: a tokenizer in the library's form, with EOS after the text."""
     tree: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -120,7 +123,7 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
     elif tokenizer.kind in ("word", "pretokenized"):
         tree |= _word_level(tokenizer, words)
     else:
-        raise UserError(f"marian cannot hold this model: tokenizer.kind is {tokenizer.kind!r}, which it cannot say")
+        raise UserError(f"marian cannot express this model: tokenizer.kind={tokenizer.kind!r} has no equivalent there")
     special = {i: words[i] for name in SPECIAL if (i := getattr(tokenizer, f"{name}_id")) is not None}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tree["added_tokens"] = [{"id": i, "content": special[i], **flags} for i in sorted(special)]
@@ -138,10 +141,10 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
 
 def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
     if tokenizer.unk_id is None:
-        raise UserError("marian cannot hold this model: the vocabulary has no token for unknown words (unk_id)")
+        raise UserError("marian cannot express this model: the vocabulary has no token for unknown words (unk_id)")
     space = _WHITE_SPACE if tokenizer.kind == "word" else " "
     unknown = words[tokenizer.unk_id]
-    # A word that is spelled like a special token would be found in the vocabulary; here it is unknown.
+    # A word that is spelled like a special token must become the unknown token, not the special token.
     special = "|".join(_quoted(words[i]) for i in {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id})
     tree: dict[str, Any] = {
         "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": unknown},
@@ -158,7 +161,7 @@ def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
         },
     }
     if tokenizer.kind == "pretokenized":
-        # Pieces with a space between them (none begins with the "prefix"), then the joints taken out.
+        # Join the pieces with spaces (none begins with the "prefix"), then remove the joints.
         joined = {"type": "WordPiece", "prefix": " ", "cleanup": False}
         joints = {"type": "Replace", "pattern": {"Regex": "@@( |$)"}, "content": ""}
         tree["decoder"] = {"type": "Sequence", "decoders": [joined, {"type": "Fuse"}, joints]}

@@ -1,0 +1,296 @@
+"""The files of a CTranslate2 folder: `model.bin` and the vocabularies.
+
+They are read and written without the package `ctranslate2`. Its `ctranslate2.specs` could write `model.bin` too, but
+would save 25 lines here and make an export depend on that package.
+
+`model.bin` is a list of named arrays, little-endian:
+
+| field                 | type                                                                |
+|-----------------------|---------------------------------------------------------------------|
+| binary version        | u32: 2 to 6 are read, 6 is written                                  |
+| name of the model     | string: u16 length, bytes, a zero that the length includes          |
+| revision              | u32                                                                 |
+| variables             | u32, then for each: name, u8 rank, u32 dimensions, then             |
+|   from version 4 on   | u8 type, u32 bytes, data                                            |
+|   before              | u8 size of an item (implies the type), u32 items, data              |
+| aliases, from 3 on    | u32, then for each: its name, the name of the variable it refers to |
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.interop.exchange import OWN_TOKENIZER, Start
+from transformer_jax.types import UserError
+
+BINARY_VERSIONS = range(2, 7)
+SPECS = ("TransformerSpec", "TransformerBase", "TransformerBig")
+REVISION = 7  # of TransformerSpec
+
+_TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
+_OLD_TYPES = {4: "float32", 1: "int8", 2: "int16"}
+_ITEM_BYTES = {"float32": 4, "int8": 1, "int16": 2, "int32": 4, "float16": 2, "bfloat16": 2}
+_MAX_RANK = 8
+PADDING = ("<pad>", "<blank>")
+
+
+class ModelFile(NamedTuple):
+    """The contents of a `model.bin`."""
+
+    variables: dict[str, np.ndarray]
+    """Every array under its name and its aliases. Weights are float32."""
+    spec: str
+    """Name of the model."""
+    revision: int
+    """Revision of the names of the variables."""
+
+
+class _Reader:
+    """Reads the bytes of a file in order, and reports where the file is truncated."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
+        self._bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+
+    def take(self, count: int, what: str) -> np.ndarray:
+        """Return the next `count` bytes."""
+        start = self._position
+        if count > self.left:
+            raise self.error(f"it ends within {what}: {count} bytes are needed at byte {start}, {self.left} are left")
+        self._position += count
+        return self._bytes[start : self._position]
+
+    def number(self, kind: str, what: str) -> int:
+        """Return the next number, of the `struct` type B, H or I."""
+        return int(struct.unpack(f"<{kind}", self.take(struct.calcsize(kind), what).tobytes())[0])
+
+    def text(self, what: str) -> str:
+        """Return the next string."""
+        raw = self.take(self.number("H", what), what).tobytes()
+        try:
+            return raw.removesuffix(b"\0").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8") from error
+
+    @property
+    def left(self) -> int:
+        """Number of bytes not read yet."""
+        return len(self._bytes) - self._position
+
+    def error(self, message: str) -> UserError:
+        """Return an error that names the file."""
+        return UserError(f"{self._path}: not a readable CTranslate2 model: {message}")
+
+
+def read_model_file(path: Path) -> ModelFile:
+    """Read a `model.bin`, with its weights memory-mapped.
+
+    Raises:
+        UserError: The file is missing or damaged, has another version or another kind of model, or its weights are
+            not float32.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    reader = _Reader(path)
+    version = reader.number("I", "the binary version")
+    if version not in BINARY_VERSIONS:
+        legal = f"{BINARY_VERSIONS[0]} to {BINARY_VERSIONS[-1]}"
+        raise reader.error(f"its binary version is {version}; versions {legal} are supported")
+    spec, revision = reader.text("the name of the model"), reader.number("I", "the revision")
+    if spec not in SPECS:
+        raise reader.error(f"it is a {spec!r:.60}; only {', '.join(SPECS)} are supported")
+    if not 1 <= revision <= REVISION:
+        raise reader.error(f"{spec} has revision {revision}; 1 to {REVISION} are supported")
+    variables: dict[str, np.ndarray] = {}
+    for _ in range(_count(reader, "the number of variables")):
+        name = reader.text("the name of a variable")
+        if name in variables:
+            raise reader.error(f"it has {name} twice")
+        variables[name] = _read_variable(reader, name, version)
+    if version >= 3:
+        for _ in range(_count(reader, "the number of aliases")):
+            alias, name = reader.text("an alias"), reader.text("the variable of an alias")
+            if name not in variables or alias in variables:
+                raise reader.error(f"the alias {alias} of {name} refers to no variable, or is a variable too")
+            variables[alias] = variables[name]
+    if reader.left:
+        raise reader.error(f"{reader.left} bytes are left over")
+    return ModelFile(variables, spec, revision)
+
+
+def _count(reader: _Reader, what: str) -> int:
+    count = reader.number("I", what)
+    if count > reader.left:
+        raise reader.error(f"{what} is {count}, more than the file has bytes")
+    return count
+
+
+def _read_variable(reader: _Reader, name: str, version: int) -> np.ndarray:
+    rank = reader.number("B", name)
+    if rank > _MAX_RANK:
+        raise reader.error(f"{name} has {rank} dimensions; at most {_MAX_RANK} are supported")
+    shape = tuple(reader.number("I", name) for _ in range(rank))
+    code = reader.number("B", name)
+    kind = _OLD_TYPES.get(code) if version < 4 else dict(enumerate(_TYPES)).get(code)
+    if kind is None:
+        raise reader.error(f"{name} has the unknown type {code}")
+    count = reader.number("I", name)
+    size = count if version >= 4 else count * _ITEM_BYTES[kind]
+    expected = math.prod(shape) * _ITEM_BYTES[kind]
+    if size != expected:
+        raise reader.error(f"{name} has shape {list(shape)} of {kind}, {expected} bytes, but its size is {size}")
+    data = reader.take(expected, name)
+    if rank and kind != "float32":
+        raise UserError(
+            f"{reader.error(name)} holds {kind} weights; only float32 is supported. Convert the model again without "
+            "--quantization"
+        )
+    if kind == "bfloat16":
+        raise reader.error(f"{name} is a number of type bfloat16")
+    return data.view(np.dtype(kind).newbyteorder("<")).reshape(shape)
+
+
+def write_model_file(path: Path, variables: Mapping[str, np.ndarray], aliases: Mapping[str, str]) -> None:
+    """Write a `model.bin` of the newest version.
+
+    Args:
+        path: File to write.
+        variables: Arrays of float32 or small integers by name.
+        aliases: Further names of variables, {alias: name}.
+    """
+
+    def text(value: str) -> bytes:
+        raw = value.encode("utf-8") + b"\0"
+        return struct.pack("<H", len(raw)) + raw
+
+    with path.open("wb") as file:
+        file.write(struct.pack("<I", BINARY_VERSIONS[-1]) + text(SPECS[0]) + struct.pack("<I", REVISION))
+        file.write(struct.pack("<I", len(variables)))
+        for name in sorted(variables):
+            array = variables[name]
+            shape = struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape)
+            file.write(text(name) + shape + struct.pack("<BI", _TYPES.index(array.dtype.name), array.nbytes))
+            file.write(
+                np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data if array.ndim else array.tobytes()
+            )
+        file.write(struct.pack("<I", len(aliases)))
+        for alias in sorted(aliases):
+            file.write(text(alias) + text(aliases[alias]))
+
+
+class Tokens(NamedTuple):
+    """The tokenizers of a folder and the special ids of its model."""
+
+    pair: TokenizerPair
+    joint: bool
+    """Whether both sides share one vocabulary."""
+    start: Start
+    """Value of `model.decoder_start`, unless the decoder starts from zeros."""
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    unk_id: int | None
+
+
+def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, target_rows: int) -> Tokens:
+    """Read the vocabularies, lists of tokens of which a few are special by their name.
+
+    The padding of vocabularies without one gets the first id beyond the rows of both tables.
+
+    Args:
+        folder: Folder of the files.
+        settings: Settings in its `config.json`.
+        source_rows: Number of rows of the source embedding table.
+        target_rows: Number of rows of the target embedding table.
+
+    Raises:
+        UserError: A file is missing or damaged, or the two sides have a special token at different ids.
+    """
+    unknown = settings["unk_token"]
+    source = _read_vocabulary(folder, "source", unknown, source_rows)
+    target = _read_vocabulary(folder, "target", unknown, target_rows)
+    eos_id = _find(target, settings["eos_token"], folder, "eos_token")
+    start_id = _find(target, settings["decoder_start_token"], folder, "decoder_start_token")
+    named = next((name for name in PADDING if name in target and _index(source, name) == _index(target, name)), None)
+    pad_id = max(source_rows, target_rows) if named is None else target.index(named)
+    bos_id = _index(target, settings["bos_token"])
+    start: Start = "bos"
+    if start_id == eos_id:
+        start = "eos"
+    elif start_id == pad_id:
+        start = "pad"
+    else:
+        bos_id = start_id
+    bos_id = eos_id if bos_id is None else bos_id
+    unk_id = _index(source, unknown)
+    for i in {pad_id, bos_id, eos_id}:
+        if i < min(len(source), len(target)) and source[i] != target[i]:
+            raise UserError(
+                f"{folder}: id {i} is {source[i]!r} in the source and {target[i]!r} in the target, but both sides must "
+                "have equal special ids"
+            )
+    for name, wanted in (("bos", bos_id), ("eos", eos_id)):
+        token = settings[f"{name}_token"]
+        if settings[f"add_source_{name}"] and _index(source, token) != wanted:
+            raise UserError(
+                f"{folder}: add_source_{name} puts {token!r} into the source, but its id in the source vocabulary is "
+                f"{_index(source, token)} and model.{name}_id is {wanted}"
+            )
+    if (folder / OWN_TOKENIZER).is_dir():
+        pair = TokenizerPair.load(folder / OWN_TOKENIZER)
+        return Tokens(pair, source == target, start, pad_id, bos_id, eos_id, pair.source.unk_id)
+    first = WordTokenizer("pretokenized", source, (pad_id, bos_id, eos_id, unk_id))
+    if source == target:
+        return Tokens(TokenizerPair(first, first), True, start, pad_id, bos_id, eos_id, unk_id)
+    # A model has one id for unknown words. At another id of the target the unknown token is an ordinary one.
+    target_unk = unk_id if _index(target, unknown) == unk_id else None
+    second = WordTokenizer("pretokenized", target, (pad_id, bos_id, eos_id, target_unk))
+    return Tokens(TokenizerPair(first, second), False, start, pad_id, bos_id, eos_id, unk_id)
+
+
+def _read_vocabulary(folder: Path, side: str, unknown: str, rows: int) -> list[str]:
+    """Return the tokens of a side, with an unknown token appended if there is none and the table has a row for it."""
+    for name in ("shared_vocabulary", f"{side}_vocabulary"):
+        for ending in (".json", ".txt"):
+            path = folder / (name + ending)
+            if path.is_file():
+                words = _words(path)
+                if unknown not in words and len(words) < rows:
+                    words.append(unknown)
+                if len(words) > rows:
+                    raise UserError(f"{path} has {len(words)} tokens, but the {side} table has {rows} rows")
+                return words
+    if list(folder.glob(f"{side}_vocabulary_*")):
+        raise UserError(f"{folder}: the {side} has more than one vocabulary (factors); only one is supported")
+    raise UserError(f"{folder} has neither shared_vocabulary.json nor {side}_vocabulary.json (or .txt)")
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        words = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
+    except ValueError as error:
+        raise UserError(f"{path}: not a vocabulary: {error}") from error
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UserError(f"{path}: not a vocabulary: a list of tokens is needed")
+    if len(set(words)) < len(words):
+        duplicate = next(word for i, word in enumerate(words) if word in words[:i])
+        raise UserError(f"{path}: has the token {duplicate!r} twice")
+    return words
+
+
+def _index(words: Sequence[str], word: str) -> int | None:
+    return words.index(word) if word in words else None
+
+
+def _find(words: Sequence[str], word: str, folder: Path, setting: str) -> int:
+    if word not in words:
+        raise UserError(f"{folder}: {setting} is {word!r}, which is not in the target vocabulary")
+    return words.index(word)
