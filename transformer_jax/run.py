@@ -23,7 +23,6 @@ from transformer_jax.data.loader import TrainingData, plan_batches
 from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.data.tokenizer_pair import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.report import result_of
 from transformer_jax.evaluation.validation import Validation, evaluate_pairs
 from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.runtime.distributed import (
@@ -279,6 +278,6 @@ def _test(config: Config, run: RunDir, pairs: Pairs | None) -> Mapping[str, Any]
     report = evaluate_pairs(Translator.load(run.path, checkpoint=checkpoint), pairs)
     for index in range(0, len(pairs), -(-len(pairs) // 5)):
         logger.info("    %s  ->  %s", printable(pairs.source[index]), printable(report.translations[index]))
-    result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **result_of(report), **settings}
+    result = {"run": str(run.path), "checkpoint": checkpoint, "split": "test", **report.to_dict(), **settings}
     on_main_process(run.write)(run.result.name, to_json(result, indent=2) + "\n")
     return result

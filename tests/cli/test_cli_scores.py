@@ -9,6 +9,7 @@ import shutil
 import pytest
 from command_line import plain
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.evaluation import validation as evaluation
@@ -37,7 +38,7 @@ def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkey
     other = tiny.copy(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     config["decoding"]["beam_size"] = 1
-    (other / "config.json").write_text(json.dumps(config))
+    RunDir(other).write("config.json", json.dumps(config))
     # 3 is what the first run has anyway.
     options = ["--split", "valid", "--lowercase", "--tokenize", "intl", "--bootstrap", "20"]
     done = cli("evaluate", "--max-length-offset", "3", tiny.run, other, *options)
@@ -65,8 +66,8 @@ def test_swapped_files_and_lines_translated_into_nothing_are_warned_of(cli, tiny
     files = ["--source", tiny.corpus / "test.de", "--reference", tiny.corpus / "test.en"]
     done = cli("evaluate", tiny.run, *files, "--bootstrap", "0", *more)
     assert done.status == 0
-    assert "the run finds the sentences likelier the other way round" in done.err
-    assert "12 of 12 sentences were translated into nothing at all" in done.err
+    assert "the model assigns higher likelihood to the reverse direction" in done.err
+    assert "12 of 12 sentences have an empty translation" in done.err
 
 
 def test_runs_with_other_tokens_are_not_compared(cli, tiny, monkeypatch, tmp_path):
@@ -74,7 +75,7 @@ def test_runs_with_other_tokens_are_not_compared(cli, tiny, monkeypatch, tmp_pat
     monkeypatch.setattr(score_commands, "tokenization_of", lambda config: next(kinds))
     done = cli("evaluate", tiny.run, tiny.run, tiny.run, "--max-length-offset", "1", "--bootstrap", "20")
     assert (done.status, done.err) == (0, "")
-    assert done.out.count(f"not compared with {tiny.run}: its references or tokens are others") == 1
+    assert done.out.count(f"no significance test against {tiny.run}: different references or tokenization") == 1
     assert done.out.count(f"against {tiny.run}: BLEU +0.00") == 1
 
 

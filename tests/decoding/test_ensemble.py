@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from transformer_jax import run as commands
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, Sampling
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
@@ -124,7 +125,7 @@ def other(tiny, tmp_path_factory):
     return run
 
 
-@pytest.mark.filterwarnings("ignore:.*translated into nothing")  # after so few steps
+@pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
 def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
     def members(*checkpoints):
         runs = zip((tiny.run, other), checkpoints, strict=True)
@@ -187,7 +188,7 @@ def test_the_shortest_table_of_positions_counts(tiny, alone):
     long = " ".join(["zwei"] * 30)
     assert max(one.num_tokens for one in short.translate_n_best(["the dog"], 3)[0]) <= 12
     for score in (score_pairs, evaluate_pairs):
-        with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens, and the learned .* has room for 12"):
+        with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens, and the learned .* has capacity for 12"):
             score(short, Pairs(["a", "the dog"], ["zwei", long], "here"))
 
 
@@ -201,15 +202,16 @@ def test_runs_with_other_tokens_are_refused(tiny, tmp_path, cli):
     shutil.copytree(tiny.run, other)
     config = Config.from_json((other / "config.json").read_text())
     changed = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=301))
-    (other / "config.json").write_text(changed.to_json())
+    RunDir(other).write("config.json", changed.to_json())
     with pytest.raises(UserError, match=r"cannot be in an ensemble with .*: model\.vocab_size is 301 there"):
         Translator.load(tiny.run, ensemble=[other])
-    (other / "config.json").write_text(config.to_json())
+    RunDir(other).write("config.json", config.to_json())
     (file,) = (other / "tokenizer").iterdir()
     tokenizer = json.loads(file.read_text())
     merges = tokenizer["library"]["model"]["merges"]
     merges[0], merges[1] = merges[1], merges[0]
     file.write_text(json.dumps(tokenizer))
+    RunDir(other).seal()
     done = cli("translate", tiny.run, "--ensemble", other, stdin=b"the dog\n")
     assert (done.status, done.out) == (1, "")
     assert "their tokenizers are not the same" in done.err

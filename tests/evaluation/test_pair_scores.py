@@ -14,6 +14,7 @@ from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.types import UserError
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,32 @@ def test_each_pair_is_what_it_is_alone(tiny, translator, monkeypatch, most_token
         log_prob, count = by_hand(translator, source, target)
         assert (one.log_prob, one.num_tokens) == (pytest.approx(log_prob, rel=1e-4), count)
         assert one.score == pytest.approx(log_prob / ((5 + count) / 6) ** 0.6, rel=1e-4)  # the run's penalty
+
+
+def test_list_of_tuples_scores_like_pairs(translator):
+    pairs = Pairs(["the dog", "a cat sees"], ["der hund", "eine katze"], "here")
+    assert score_pairs(translator, list(zip(pairs.source, pairs.target, strict=True))) == score_pairs(translator, pairs)
+
+
+@pytest.mark.parametrize("pairs", [[("a", "b"), "ab"], [("a", "b"), ("a",)], [("a", "b"), ("a", 1)]])
+def test_item_that_is_not_two_strings_raises(translator, pairs):
+    with pytest.raises(UserError, match=r"pairs\[1\] is .*; give tuples of two strings, source and target"):
+        score_pairs(translator, pairs)
+
+
+def test_no_pairs_raises(translator):
+    with pytest.raises(UserError, match="no sentence pairs"):
+        score_pairs(translator, [])
+
+
+@pytest.mark.parametrize("penalty", ["gnmt", "power", "none"])
+def test_greedy_score_is_log_probability_divided_by_penalty(translator, penalty):
+    greedy = translator.with_decoding(beam_size=1, alpha=0.6, length_penalty=penalty)
+    sources = ["the dog", "a cat sees the dog", "a"]
+    hypotheses = [ranked[0] for ranked in greedy.translate_n_best(sources, 1)]
+    for one in hypotheses:
+        divisor = {"gnmt": ((5 + one.num_tokens) / 6) ** 0.6, "power": one.num_tokens**0.6, "none": 1}[penalty]
+        assert one.score == pytest.approx(one.log_prob / divisor, rel=1e-5)
 
 
 def test_source_bos_scores_equal_ids_by_hand(translator):

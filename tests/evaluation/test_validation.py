@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 import warnings
 
 import jax
@@ -17,7 +18,8 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import validation as module
 from transformer_jax.evaluation.bleu import score_corpus
-from transformer_jax.evaluation.validation import Validation, evaluate_pairs, perplexity, reference_texts
+from transformer_jax.evaluation.scoring import perplexity
+from transformer_jax.evaluation.validation import Validation, evaluate_pairs, reference_texts
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.sharding import make_mesh, replicated
 from transformer_jax.types import SPECIAL_TOKENS, UserError
@@ -80,7 +82,7 @@ def test_the_loss_does_not_depend_on_the_batches(tiny, translator, monkeypatch):
     losses = []
     for batch_tokens in (100, 1000):
         data = dataclasses.replace(tiny.config.data, batch_tokens=batch_tokens)
-        batches = module._batches(encoded, dataclasses.replace(tiny.config, data=data))
+        batches = module.validation_batches(encoded, dataclasses.replace(tiny.config, data=data))
         losses.append(module.corpus_loss(translator.params, batches, Transformer(tiny.config.model)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -145,7 +147,8 @@ def test_sides_that_look_swapped_are_warned_of(translator, monkeypatch, losses, 
         warnings.simplefilter("always")
         module.check_direction(translator, Pairs(["a dog"], [target], "a.en and a.de"))
     assert [str(warning.message) for warning in caught] == [
-        "a.en and a.de: the run finds the sentences likelier the other way round; is the source the reference?"
+        "a.en and a.de: the model assigns higher likelihood to the reverse direction: are --source and --reference "
+        "swapped?"
     ] * warns
     (((source, target_ids),), ((swapped, back),)) = seen
     assert (source, target_ids) == (back, swapped) != (target_ids, source)
@@ -164,5 +167,48 @@ def test_words_that_no_side_knows_are_no_evidence(translator, monkeypatch):
 def test_sentences_translated_into_nothing_are_warned_of(translator):
     pairs = Pairs(["a dog", " ", "the cat"], ["ein hund", "", "die katze"], "here")
     module.check_complete(["x", "", "y"], pairs)
-    with pytest.warns(UserWarning, match="1 of 3 sentences were translated into nothing"):
+    with pytest.warns(UserWarning, match="1 of 3 sentences have an empty translation"):
         module.check_complete(["", "", "y"], pairs)
+
+
+class CompilingTranslator:
+    """Translate as a translator does, after JAX traced a function for some seconds."""
+
+    def __init__(self, translator, seconds):
+        self.translator, self.seconds = translator, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.translator, name)
+
+    def translate_n_best(self, *args, **options):
+        def inner(x):
+            time.sleep(self.seconds / 2)
+            return x + 1
+
+        def slow_to_trace(x):
+            time.sleep(self.seconds / 2)
+            return jax.jit(inner)(x)
+
+        jax.jit(slow_to_trace)(1.0)
+        return self.translator.translate_n_best(*args, **options)
+
+
+def test_speed_does_not_count_compilation(tiny, translator):
+    pairs = read_split(tiny.config.data, "test")
+    evaluate_pairs(translator, pairs)  # compiles the search
+    times: list[float] = []
+
+    def clock():
+        times.append(time.monotonic())
+        return times[-1]
+
+    result = evaluate_pairs(CompilingTranslator(translator, 2.0), pairs, clock=clock)
+    elapsed = times[-1] - times[0]
+    assert elapsed > 2
+    assert len(pairs) / result.sentences_per_second < elapsed - 1.9
+    assert result.tokens_per_second > result.sentences_per_second
+
+
+def test_nested_intervals_are_counted_once():
+    assert module.total_length([(0, 4), (1, 2), (3, 5), (7, 8)]) == 6
+    assert module.total_length([]) == 0

@@ -81,7 +81,7 @@ def test_variants_of_a_tokenized_corpus(recwarn):
     moses = Moses("de")
     sides = [moses.tokenize(lines) for lines in (TRANSLATIONS, REFERENCES)]
     found = by_name(bleu_variants(*sides, language="de", is_tokenized=True))
-    assert not [warning for warning in recwarn if "loses" in str(warning.message)]
+    assert not [warning for warning in recwarn if "not exact" in str(warning.message)]
     assert found["tokens of the corpus"].bleu == pytest.approx(multi_bleu(*sides))
     detokenized = [moses.detokenize(lines) for lines in sides]
     assert detokenized == [TRANSLATIONS, REFERENCES]
@@ -90,7 +90,7 @@ def test_variants_of_a_tokenized_corpus(recwarn):
         as_text["paper: Moses tokens, compounds split, plain quotes"].bleu
     ), "an escaped quote is a quote"
     assert found["detokenized, sacreBLEU 13a"].bleu == bleu(TRANSLATIONS, REFERENCES, "13a")[0]
-    with pytest.warns(UserWarning, match="1 of 2 references are not what they were"):
+    with pytest.warns(UserWarning, match="1 of 2 references differ after"):
         bleu_variants(sides[0], [sides[1][0], 'zwei "W\u00f6rter" .'], language="de", is_tokenized=True)
 
 

@@ -16,7 +16,7 @@ from transformer_jax import cli
 from transformer_jax import run as commands
 from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
-from transformer_jax.evaluation.report import say_result
+from transformer_jax.evaluation.evaluate import result_lines
 from transformer_jax.presets import load_config, numbers_config
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
@@ -133,6 +133,4 @@ def test_an_evaluation_that_overflows_is_said_as_json_and_in_words(monkeypatch, 
     assert cli.main(["evaluate", "r", "--json"]) == 0
     read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert read["perplexity"] is None
-    said: list[str] = []
-    say_result(read, said.append)
-    assert "loss 1000.0000, perplexity inf per token" in said
+    assert "loss 1000.0000, perplexity inf per token" in result_lines(read)

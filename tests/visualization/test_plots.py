@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from transformer_jax import cli
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
 from transformer_jax.data.loader import plan_batches
 from transformer_jax.model.positional import sinusoids
@@ -98,7 +99,7 @@ def test_a_run_without_its_corpus(tiny, tmp_path, capsys, drawn):
     run = tiny.copy(tmp_path / "moved")
     config = json.loads((run / "config.json").read_text())
     config["data"]["directory"] = str(tmp_path / "nowhere")
-    (run / "config.json").write_text(json.dumps(config))
+    RunDir(run).write("config.json", json.dumps(config))
     assert load_subject(str(run)).encoded.sha256() == load_subject(str(tiny.run)).encoded.sha256()
     shutil.rmtree(run / "cache")
     with pytest.raises(UserError, match="nowhere"):

@@ -43,7 +43,7 @@ def train(args: list[str]) -> None:
     )
     join_processes(parsed.cluster)
     from transformer_jax import run as commands
-    from transformer_jax.evaluation.report import say_result
+    from transformer_jax.evaluation.evaluate import result_lines
 
     outcome = commands.train(
         Config(**{item.name: getattr(parsed, item.name) for item in dataclasses.fields(Config)}),
@@ -52,7 +52,7 @@ def train(args: list[str]) -> None:
         strict=strict,
     )
     if outcome.test is not None and is_main_process():
-        say_result(outcome.test, print)
+        print(*result_lines(outcome.test), sep="\n")
 
 
 def _run_name(recipe: str) -> str:

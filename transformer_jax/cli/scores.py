@@ -65,14 +65,14 @@ def evaluate(args: list[str]) -> None:
         usage_error("evaluate", "--output is for one run without --sweep")
     join_processes(parsed.cluster)
     from transformer_jax.evaluation import evaluate as score_commands
-    from transformer_jax.evaluation.report import say_difference, say_result
+    from transformer_jax.evaluation.sweep import sweep
 
     pairs = None if parsed.source is None else _read_pairs(parsed.source, parsed.reference)
     given = given_fields(parsed.decoding, args)
     options = {"tokenize": parsed.tokenize, "lowercase": parsed.lowercase, "ensemble": parsed.ensemble}
     if parsed.sweep:
         for run in parsed.runs:
-            results = score_commands.sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
+            results = sweep(run, parsed.sweep, pairs, parsed.split or "valid", **options, **given)
             _print_sweep(results, parsed.json)
         return
     options |= {"num_samples": parsed.bootstrap, "language": parsed.language, "output": parsed.output}
@@ -86,9 +86,9 @@ def evaluate(args: list[str]) -> None:
             continue
         members = (result, *result.get("ensemble", ()))
         print(" + ".join(f"{one['run']}, checkpoint {one['checkpoint']}" for one in members))
-        say_result(result, print)
+        print(*score_commands.result_lines(result), sep="\n")
         if first is not None and parsed.bootstrap:
-            say_difference(result, first, print)
+            print(*score_commands.difference_lines(result, first), sep="\n")
         first = first or result
 
 

@@ -1,4 +1,4 @@
-"""BLEU and chrF with signatures, bootstrap intervals, and the usual variants of BLEU."""
+"""Compute BLEU and chrF with signatures, bootstrap intervals, and the usual variants of BLEU."""
 
 import re
 import warnings
@@ -16,47 +16,47 @@ from transformer_jax.types import UserError
 
 @dataclass(frozen=True)
 class CorpusScores:
-    """What a corpus of translations scores against one reference each. Percentages."""
+    """Scores of translations against one reference each, in percent."""
 
     bleu: float
     bleu_signature: str
-    """sacreBLEU's: with another signature a BLEU is another figure."""
+    """SacreBLEU's signature. BLEU scores compare only if their signatures are equal."""
     chrf: float
     chrf_signature: str
     exact_match: float
-    """Sentences that equal their reference."""
+    """Share of translations that equal their reference."""
     num_sentences: int
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """A score among the scores of samples of the sentences, drawn with replacement."""
+    """A score, and its distribution over bootstrap samples of the sentences."""
 
     metric: str
     """BLEU or chrF2."""
     score: float
     mean: float
-    """Over the samples."""
+    """Mean over the samples."""
     interval: float
-    """Half the width of the interval that holds 95 % of the samples, around the mean."""
+    """Half the width of the 95 % confidence interval around the mean."""
     p_value: float | None
-    """Of the difference to the first system; None for that one."""
+    """Of the difference to the first system. None for the first system."""
     signature: str
 
 
 def score_corpus(
     translations: Sequence[str], references: Sequence[str], tokenize: str = "13a", lowercase: bool = False
 ) -> CorpusScores:
-    """Corpus BLEU, chrF and exact match.
+    """Return corpus BLEU, chrF and exact match.
 
     Args:
-        translations: one line each.
-        references: as many.
-        tokenize: sacreBLEU's tokenization; `none` for text that is tokenized already.
-        lowercase: score without case.
+        translations: Translations, one line each.
+        references: References, one for each translation.
+        tokenize: SacreBLEU's tokenization; `none` for text that is already tokenized.
+        lowercase: Whether to score without case.
 
     Raises:
-        UserError: not as many references as translations, or none; no such tokenization.
+        UserError: The numbers of references and translations differ, both are zero, or the tokenization is unknown.
     """
     bleu_score, bleu_signature = bleu(translations, references, tokenize, lowercase)
     chrf = CHRF(lowercase=lowercase)
@@ -76,12 +76,14 @@ def score_corpus(
 def bleu(
     translations: Sequence[str], references: Sequence[str], tokenize: str = "13a", lowercase: bool = False
 ) -> tuple[float, str]:
-    """Corpus BLEU and its signature; the rest as for `score_corpus`. With `none` it is multi-bleu's arithmetic, but
-    that a length of n-gram without a match is smoothed."""
+    """Return corpus BLEU and its signature; arguments and errors are those of `score_corpus`.
+
+    With `none` the arithmetic is multi-bleu's, except that n-gram lengths without a match are smoothed.
+    """
     check_tokenization(tokenize)
     if len(translations) != len(references) or not references:
         raise UserError(
-            f"{len(translations)} translations and {len(references)} references; as many of both are needed"
+            f"{len(translations)} translations and {len(references)} references; the numbers must be equal and positive"
         )
     metric = BLEU(tokenize=tokenize, lowercase=lowercase, force=True)
     return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
@@ -94,17 +96,18 @@ def resample(
     lowercase: bool = False,
     num_samples: int = 1000,
 ) -> dict[str, list[Resampled]]:
-    """Intervals of BLEU and chrF by bootstrap, and the paired bootstrap test against the first system (Koehn 2004).
+    """Return bootstrap intervals of BLEU and chrF, and the paired test against the first system (Koehn 2004).
 
     Args:
-        systems: translations by the system's name.
-        references: one for each translation.
-        tokenize, lowercase: as for `score_corpus`.
-        num_samples: how many samples of the sentences. They are the same ones each time, unless the variable
-            SACREBLEU_SEED has another number.
+        systems: Translations by the name of the system.
+        references: References, one for each translation.
+        tokenize: SacreBLEU's tokenization.
+        lowercase: Whether to score without case.
+        num_samples: Number of samples of the sentences. The samples depend only on the environment variable
+            SACREBLEU_SEED.
 
     Returns:
-        For each system its BLEU and its chrF.
+        BLEU and chrF of each system.
     """
     metrics = {
         "BLEU": BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)]),
@@ -126,49 +129,46 @@ def _figures(result: object) -> tuple[float, float, float, float | None]:
 
 
 def check_tokenization(tokenize: str) -> None:
-    """Raises UserError unless sacreBLEU knows this tokenization."""
+    """Raise a UserError unless sacreBLEU knows the tokenization."""
     if tokenize not in BLEU.TOKENIZERS:
         raise UserError(f"tokenize is {tokenize!r}; legal: {', '.join(BLEU.TOKENIZERS)}")
 
 
 def tokenization_of(config: Config) -> str:
-    """How sacreBLEU is to tokenize: not at all where the corpus is tokenized already (`pretokenized`), else 13a."""
+    """Return sacreBLEU's tokenization for a run: `none` if its corpus is already tokenized, otherwise `13a`."""
     return "none" if config.tokenizer.kind == "pretokenized" else "13a"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A BLEU and how it was computed."""
+    """A BLEU score and how it was computed."""
 
     name: str
     bleu: float
     signature: str
-    """sacreBLEU's. Where it says tok:none the name says what the tokens are."""
+    """SacreBLEU's signature. With tok:none, the name states what the tokens are."""
 
 
 def bleu_variants(
     translations: Sequence[str], references: Sequence[str], *, language: str, is_tokenized: bool
 ) -> list[Variant]:
-    """BLEU as it is usually computed, and as the paper did.
+    """Return BLEU as it is usually computed, and as the paper computed it: seven variants.
 
-        sacreBLEU 13a, intl    on text as it is written, cased and lower-cased. Of a tokenized corpus both sides are
-                               detokenized by Moses' rules first.
-        tokens                 on tokens, cased and lower-cased, with multi-bleu's arithmetic: those of the corpus, or
-                               Moses' tokens of text.
-        paper                  on tokens in which typographic quotes are plain ones and compounds are split at their
-                               hyphens, cased: the script that was released with the paper. Higher than 13a.
+        sacreBLEU 13a, intl    on untokenized text, cased and lower-cased. A tokenized corpus is detokenized by Moses'
+                               rules first.
+        tokens                 on tokens, cased and lower-cased, with multi-bleu's arithmetic: the tokens of the corpus,
+                               or Moses' tokens of text.
+        paper                  on tokens with plain quotes and with compounds split at their hyphens, cased: the script
+                               that was released with the paper. Higher than 13a.
 
     Args:
-        translations: one line each.
-        references: as many.
-        language: of both, as a two-letter code.
-        is_tokenized: whether the lines are tokens with spaces between them.
-
-    Returns:
-        The variants, seven in all.
+        translations: Translations, one line each.
+        references: References, one for each translation.
+        language: Two-letter code of the language of both.
+        is_tokenized: Whether the lines are tokens separated by spaces.
 
     Raises:
-        UserError: not as many references as translations, or none.
+        UserError: The numbers of references and translations differ, or both are zero.
     """
     moses, sides = Moses(language), (list(translations), list(references))
     if is_tokenized:
@@ -177,8 +177,8 @@ def bleu_variants(
         changed = sum(again != line for again, line in zip(moses.tokenize(texts[1]), references, strict=True))
         if changed:
             warnings.warn(
-                f"detokenizing loses something: {changed} of {len(references)} references are not what they were after "
-                "detokenizing and tokenizing again; of sacreBLEU's 13a and intl think accordingly",
+                f"detokenization is not exact: {changed} of {len(references)} references differ after detokenizing and "
+                "tokenizing again, so interpret sacreBLEU 13a and intl with care",
                 stacklevel=2,
             )
     else:
@@ -202,7 +202,7 @@ VERSION = f"sacremoses {version('sacremoses')}"
 
 
 def plain_quotes(text: str) -> str:
-    """Typographic quotation marks and escaped ones as plain ones.
+    """Replace typographic and escaped quotation marks by plain ones.
 
     >>> print(plain_quotes("&quot; \u201eso\u201c isn &apos;t"))
     " "so" isn 't
@@ -211,7 +211,7 @@ def plain_quotes(text: str) -> str:
 
 
 class Moses:
-    """The tokenizer and the detokenizer of one language.
+    """Moses' tokenizer and detokenizer of one language.
 
     >>> moses = Moses("en")
     >>> moses.tokenize(["It's a test, isn't it?"])
@@ -221,20 +221,20 @@ class Moses:
     """
 
     def __init__(self, language: str) -> None:
-        """Takes a two-letter code; of a language that Moses has no rules for, English's are used."""
+        """Take a two-letter code. Moses uses the rules of English for a language that it does not have."""
         self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
 
     def tokenize(self, texts: Sequence[str]) -> list[str]:
-        """Tokens with spaces between them; `&`, quotes and brackets escaped, as the original script does."""
+        """Return tokens separated by spaces; `&`, quotes and brackets are escaped, as in the original script."""
         return [self._tokenizer.tokenize(text, return_str=True) for text in texts]
 
     def detokenize(self, texts: Sequence[str]) -> list[str]:
-        """The reverse, as well as it can be known."""
+        """Return text from tokens. It may differ from the original text."""
         return [self._detokenizer.detokenize(text.split()) for text in texts]
 
 
 def split_compounds(text: str) -> str:
-    """Hyphens between letters as tokens of their own, as in the scores of the paper's time.
+    """Make hyphens between letters separate tokens, as in the scores of the paper's time.
 
     >>> split_compounds("rich-text format - that")
     'rich ##AT##-##AT## text format - that'

@@ -1,7 +1,8 @@
-"""What the commands that score runs and choose among checkpoints do, as functions: `evaluate`, `average`."""
+"""Score finished runs, compare them, and average their checkpoints: the commands `evaluate` and `average`."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,8 @@ from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.bleu import Moses, bleu_variants, tokenization_of
-from transformer_jax.evaluation.report import compared, result_of
-from transformer_jax.evaluation.sweep import parse_grid
-from transformer_jax.evaluation.sweep import sweep as try_settings
-from transformer_jax.evaluation.validation import Report, check_complete, check_direction, evaluate_pairs
+from transformer_jax.evaluation.bleu import Moses, bleu_variants, resample, tokenization_of
+from transformer_jax.evaluation.validation import CorpusEvaluation, check_complete, check_direction, evaluate_pairs
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.distributed import is_main_process
 from transformer_jax.runtime.files import write_atomically
@@ -23,7 +21,7 @@ from transformer_jax.types import UserError
 
 
 def evaluate(run: str | Path, pairs: Pairs | None = None, split: str = "test", **options: Any) -> dict[str, Any]:
-    """Scores one run: the result that `evaluate_runs` gives for it, under the same options."""
+    """Score one run: return the result that `evaluate_runs` yields for it with these options."""
     return next(evaluate_runs([run], pairs, split, **options))
 
 
@@ -40,85 +38,130 @@ def evaluate_runs(
     output: str | Path | None = None,
     **decoding: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Scores runs on given pairs, or on a split of their own corpora.
-
-    Keyword arguments after `output` replace fields of the runs' `decoding` sections.
+    """Score runs on sentence pairs, or on a split of their own corpora.
 
     Args:
-        runs: their folders.
-        pairs: sources and references; None: the split.
-        split: of each run's corpus.
-        tokenize: sacreBLEU's tokenization of the main figure; None: as `tokenization_of` says.
-        lowercase: the main figure without case.
-        num_samples: of the bootstrap; 0: no intervals.
-        ensemble: more runs, which each of `runs` is scored together with.
-        language: whose rules Moses' tokens follow, as a two-letter code; None: `data.target_language` of each run.
-        output: a file for the translations, a line each, detokenized where the corpus is tokenized; of several runs
-            those of the last.
+        runs: Folders of the runs.
+        pairs: Sources and references. None uses the split.
+        split: Split of each run's corpus.
+        tokenize: SacreBLEU's tokenization of the main score. None selects it as `tokenization_of` does.
+        lowercase: Whether to compute the main score without case.
+        num_samples: Number of bootstrap samples. 0 disables intervals.
+        ensemble: Other runs, which translate together with each of `runs`.
+        language: Two-letter code of the language whose Moses rules tokenize. None uses each run's
+            `data.target_language`.
+        output: File for the translations, one per line, detokenized if the corpus is tokenized. With several runs, the
+            last one's translations remain.
+        decoding: Replacements for fields of the runs' `decoding` sections.
 
     Yields:
-        A result for each run; where it was scored on the same references and tokens as the first, with the significance
-        of the difference.
+        The result of each run. If it was scored on the references and the tokenization of the first run, the result
+        includes the significance of the difference.
 
     Raises:
-        UserError: no such run, checkpoint or split, or the output cannot be written.
+        UserError: A run, checkpoint or split does not exist, or the output cannot be written.
     """
     if output is not None and not Path(output).parent.is_dir():  # before the work
         raise UserError(f"{output}: cannot be written: there is no folder {Path(output).parent}")
-    first: Report | None = None
+    first: CorpusEvaluation | None = None
     for run in runs:
         translator = Translator.load(run, ensemble=ensemble, **decoding)
         config = translator.config
         if pairs is not None:
             check_direction(translator, pairs)
-        given = pairs or split_of(config, split, run)
+        chosen = pairs or split_of(config, split, run)
         kind = tokenize or tokenization_of(config)
-        report = evaluate_pairs(translator, given, tokenize=kind, lowercase=lowercase)
-        check_complete(report.translations, given)
-        result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **result_of(report)}
+        evaluation = evaluate_pairs(translator, chosen, tokenize=kind, lowercase=lowercase)
+        check_complete(evaluation.translations, chosen)
+        result = {"run": str(run), "checkpoint": config.decoding.checkpoint, **evaluation.to_dict()}
         if ensemble:
-            others = zip(ensemble, translator.members[1:], strict=True)
-            result["ensemble"] = [{"run": str(other), "checkpoint": member.checkpoint} for other, member in others]
+            members = zip(ensemble, translator.members[1:], strict=True)
+            result["ensemble"] = [{"run": str(path), "checkpoint": member.checkpoint} for path, member in members]
         if is_main_process():
-            is_tokenized, spoken = config.tokenizer.kind == "pretokenized", language or config.data.target_language
-            sides = report.translations, report.references
-            variants = bleu_variants(*sides, language=spoken, is_tokenized=is_tokenized)
+            is_tokenized, code = config.tokenizer.kind == "pretokenized", language or config.data.target_language
+            sides = evaluation.translations, evaluation.references
+            variants = bleu_variants(*sides, language=code, is_tokenized=is_tokenized)
             result["variants"] = [dataclasses.asdict(variant) for variant in variants]
-            result["resampled"] = compared(report, first, kind, lowercase, num_samples) if num_samples else []
+            result["resampled"] = (
+                bootstrap_intervals(evaluation, first, kind, lowercase, num_samples) if num_samples else []
+            )
             if output is not None:
-                lines = Moses(spoken).detokenize(sides[0]) if is_tokenized else sides[0]
+                lines = Moses(code).detokenize(sides[0]) if is_tokenized else sides[0]
                 write_atomically(Path(output), "".join(line + "\n" for line in lines))
-        first = first or report
+        first = first or evaluation
         yield result
 
 
-def sweep(
-    run: str | Path, settings: Sequence[str], pairs: Pairs | None = None, split: str = "valid", **options: Any
-) -> Iterator[dict[str, Any]]:
-    """Scores a run under each combination of decoding settings, each `FIELD=VALUE,VALUE...`; the rest as `evaluate`.
+def bootstrap_intervals(
+    evaluation: CorpusEvaluation, first: CorpusEvaluation | None, tokenize: str, lowercase: bool, num_samples: int
+) -> list[dict[str, Any]]:
+    """Return the intervals of a run's scores and the significance of the difference to another run.
 
-    Raises:
-        UserError: no such run, split, field or value.
+    Args:
+        evaluation: Evaluation of the run.
+        first: Evaluation of another run. None, or other references or tokenization, gives no significance.
+        tokenize: SacreBLEU's tokenization.
+        lowercase: Whether to score without case.
+        num_samples: Number of bootstrap samples.
     """
-    grid = parse_grid(settings)
-    is_given = pairs is not None
-    pairs = pairs or split_of(RunDir(Path(run)).load_config(), split, run)
-    runs: dict[str, Any] = {"run": str(run)}
-    if options.get("ensemble"):
-        runs["ensemble"] = [{"run": str(other)} for other in options["ensemble"]]
-    for setting, scores in try_settings(run, pairs, grid, is_given=is_given, **options):
-        yield {**runs, "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
+    systems = {"this": evaluation.translations}
+    if (
+        first is not None
+        and first.references == evaluation.references
+        and first.scores.bleu_signature == evaluation.scores.bleu_signature
+    ):
+        systems = {"first": first.translations, **systems}
+    scores = resample(systems, evaluation.references, tokenize, lowercase, num_samples)["this"]
+    return [dataclasses.asdict(score) for score in scores]
+
+
+def result_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return a result as lines of text, the last of them like `exact match 99.62 %`."""
+    if "bleu" not in result:
+        return []
+    resampled = {score["metric"]: score for score in result.get("resampled", ())}
+    # JSON has null for numbers that are not finite.
+    loss, perplexity = (math.inf if result[name] is None else result[name] for name in ("loss", "perplexity"))
+    return [
+        f"BLEU {result['bleu']:.2f}{_interval(resampled.get('BLEU'))}  ({result['bleu_signature']})",
+        *(
+            f"    {variant['bleu']:6.2f}  {variant['name']}  ({variant['signature']})"
+            for variant in result.get("variants", ())
+        ),
+        f"chrF {result['chrf']:.2f}{_interval(resampled.get('chrF2'))}  ({result['chrf_signature']})",
+        f"loss {loss:.4f}, perplexity {perplexity:.3f} per token",
+        f"{result['num_sentences']} sentences, {result['sentences_per_second']:.1f} sentences/s, "
+        f"{result['tokens_per_second']:.0f} tokens/s",
+        f"exact match {result['exact_match']:.2f} %",
+    ]
+
+
+def difference_lines(result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+    """Return the paired bootstrap tests of a run against the first one, one line per metric."""
+    lines = []
+    for ours, theirs in zip(result["resampled"], first["resampled"], strict=True):
+        if ours["p_value"] is None:
+            return [f"no significance test against {first['run']}: different references or tokenization"]
+        lines.append(
+            f"against {first['run']}: {theirs['metric']} {ours['score'] - theirs['score']:+.2f}, "
+            f"p = {ours['p_value']:.4f}  ({ours['signature']})"
+        )
+    return lines
+
+
+def _interval(resampled: Mapping[str, Any] | None) -> str:
+    return f" (95 %: {resampled['mean']:.2f} \u00b1 {resampled['interval']:.2f})" if resampled else ""
 
 
 def split_of(config: Config, split: str, run: str | Path) -> Pairs:
-    """A split of a run's corpus.
+    """Return a split of a run's corpus.
 
     Raises:
-        UserError: there is no such split.
+        UserError: The split does not exist.
     """
     if split not in ("train", "valid", "test"):
         raise UserError(f"split is {split!r}; legal: train, valid, test")
-    pairs = read_split(config.data, split)  # type: ignore[arg-type]
+    pairs = read_split(config.data, split)  # type: ignore[arg-type]  # the line above checks the name
     if pairs is None:
         raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
     return pairs
@@ -127,19 +170,19 @@ def split_of(config: Config, split: str, run: str | Path) -> Pairs:
 def average(
     run: str | Path, last: int | None = None, *, minutes: float | None = None, steps: Sequence[int] = ()
 ) -> list[int]:
-    """Averages checkpoints of a run into its `average/`, which `--checkpoint average` then means.
+    """Average checkpoints of a run into its `average/`, which `--checkpoint average` selects.
 
     Args:
-        run: its folder.
-        last: so many of the last ones.
-        minutes: those written in so many minutes before the last one, and the last one.
-        steps: those of these steps.
+        run: Folder of the run.
+        last: Number of most recent checkpoints.
+        minutes: Maximum age of the checkpoints relative to the newest one, in minutes.
+        steps: Steps of the checkpoints. If given, `last` and `minutes` are not used.
 
     Returns:
-        Their steps.
+        The steps that were averaged.
 
     Raises:
-        UserError: there are no such checkpoints.
+        UserError: A checkpoint does not exist, or the run cannot be written.
     """
     folder = RunDir(Path(run))
     config = folder.load_config()

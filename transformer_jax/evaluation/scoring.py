@@ -1,80 +1,100 @@
-"""Log-probabilities of given translations (forced decoding)."""
+"""Compute log-probabilities of existing translations (forced decoding), and the loss of a corpus."""
 
+import itertools
 import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.data.batching import Rows, Shape, make_batch
+from transformer_jax.config import Config, ModelConfig
+from transformer_jax.data.batching import Rows, Shape, choose_shapes, eval_batches, make_batch
 from transformer_jax.data.encoding import EncodedPairs, encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.search import length_penalty
 from transformer_jax.decoding.translator import Translator, pair_batches
 from transformer_jax.model.positional import max_sequence_length
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.types import Batch, Params, UserError
+from transformer_jax.runtime.distributed import gather
+from transformer_jax.training.sharding import put_batch
+from transformer_jax.training.step import eval_step
+from transformer_jax.types import ALL_ROWS, Batch, Params, RowParts, UserError
 
-_MOST_LOGITS = 2**25  # of a batch, 128 MB in float32
+MAX_TOKENS = 8192
+"""Maximum tokens of a sentence, and of a batch: the memory of attention grows with the square of the length."""
+
+_MAX_LOGITS = 2**25  # of a batch: 128 MB in float32
 
 
 class PairScore(NamedTuple):
-    """What a run makes of a pair."""
+    """Log-probability of a translation given its source."""
 
     log_prob: float
-    """log P(target | source), the sum over the target's tokens and EOS, in nats."""
+    """log P(target | source) in nats, the sum over the target's tokens and EOS."""
     num_tokens: int
-    """Of the target, EOS counted."""
+    """Number of target tokens, including EOS."""
     score: float
-    """log-probability / length penalty, by which the run's search would rank the target. The softmax is one of all
-    tokens, whatever `decoding.renormalize_logits` says."""
+    """Log-probability / length penalty, by which the run's search ranks the target. The softmax covers all tokens,
+    whatever `decoding.renormalize_logits` is."""
 
 
-def score_pairs(translator: Translator, pairs: Pairs) -> list[PairScore]:
-    """The log-probability of each target given its source.
+def score_pairs(translator: Translator, pairs: Pairs | Sequence[tuple[str, str]]) -> list[PairScore]:
+    """Return the log-probability of each target given its source.
 
     Args:
-        translator: the run.
-        pairs: the pairs; an empty target is an EOS alone.
+        translator: The run, or an ensemble.
+        pairs: Sources and targets, as `Pairs` or as a list of tuples (source, target). An empty target is EOS alone.
 
     Returns:
-        One score for each pair, in their order.
+        One score per pair, in the order of the pairs.
 
     Raises:
-        UserError: a pair that is too long.
+        UserError: A pair is too long for the model.
     """
+    if not isinstance(pairs, Pairs):
+        pairs = _pairs_of(pairs)
     config, decoding = translator.config.model, translator.config.decoding
     encoded = encode_pairs(pairs, translator.tokenizers, config)
     for member in translator.members:
         check_lengths(encoded, pairs, member.config)
-    target = encoded.target_lengths
+    tgt_lengths = encoded.target_lengths
     log_probs = np.zeros(len(pairs))
-    lengths = encoded.source_lengths.tolist(), target.tolist()
-    for chosen, shape in pair_batches(
-        *lengths, translator.max_sequence_length, lambda source, target: _MOST_LOGITS // (target * config.vocab_size)
+    lengths = encoded.source_lengths.tolist(), tgt_lengths.tolist()
+    for indices, shape in pair_batches(
+        *lengths, translator.max_sequence_length, lambda source, target: _MAX_LOGITS // (target * config.vocab_size)
     ):
-        batch = make_batch(encoded, Rows(Shape(*shape), np.array(chosen)), config)
-        found = [
+        batch = make_batch(encoded, Rows(Shape(*shape), np.array(indices)), config)
+        by_member = [
             jax.device_get(_log_probs(member.params, batch, model=Transformer(member.config)))
             for member in translator.members
         ]
-        # Of an ensemble, log P of a token is the logarithm of its members' mean probability.
-        mean = np.logaddexp.reduce(found, axis=0) - math.log(len(found))
-        log_probs[chosen] = np.where(batch.tgt_out != config.pad_id, mean, 0).sum(axis=1, dtype=float)[: len(chosen)]
-    penalties = np.asarray(length_penalty(decoding.length_penalty, target, decoding.alpha))
+        # The probability of a token under an ensemble is the mean of its members' probabilities.
+        mean = np.logaddexp.reduce(by_member, axis=0) - math.log(len(by_member))
+        sums = np.where(batch.tgt_out != config.pad_id, mean, 0).sum(axis=1, dtype=float)
+        log_probs[indices] = sums[: len(indices)]
+    penalties = np.asarray(length_penalty(decoding.length_penalty, tgt_lengths, decoding.alpha))
     return [
         PairScore(float(log_prob), int(count), float(log_prob / penalty))
-        for log_prob, count, penalty in zip(log_probs, target, penalties, strict=True)
+        for log_prob, count, penalty in zip(log_probs, tgt_lengths, penalties, strict=True)
     ]
+
+
+def _pairs_of(pairs: Sequence[tuple[str, str]]) -> Pairs:
+    for index, pair in enumerate(pairs):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        if not is_pair:
+            raise UserError(f"pairs[{index}] is {pair!r:.80}; give tuples of two strings, source and target")
+    return Pairs([source for source, _ in pairs], [target for _, target in pairs], "pairs")
 
 
 @partial(jax.jit, static_argnames="model")
 def _log_probs(params: Params, batch: Batch, model: Transformer) -> Float[Array, "b t"]:
-    """Of each target token."""
+    """Return the log-probability of each target token."""
     logits: Array = model.apply(  # type: ignore[assignment]  # a tuple only with mutable collections
         {"params": params}, batch.src, batch.tgt_in
     )
@@ -82,24 +102,59 @@ def _log_probs(params: Params, batch: Batch, model: Transformer) -> Float[Array,
     return jnp.take_along_axis(log_probs, jnp.asarray(batch.tgt_out)[..., None], axis=-1)[..., 0]
 
 
-MAX_TOKENS = 8192  # of a pair's side, and of a batch: attention needs memory with the square of a length
-
-
 def check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
-    """Nothing is left out of an evaluation, so every pair must fit the model.
+    """Check that every pair fits the model, because an evaluation leaves no pair out.
 
     Raises:
-        UserError: one does not.
+        UserError: A pair is too long.
     """
-    room = max_sequence_length(model)
+    capacity = max_sequence_length(model)
     longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
+    where = f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens"
     if longest.max() > MAX_TOKENS:
+        raise UserError(f"{where}; an evaluation accepts at most {MAX_TOKENS}. Remove the pair")
+    if longest.max() > capacity:
         raise UserError(
-            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens; an evaluation leaves nothing out, "
-            f"at most {MAX_TOKENS} fit: take the pair out"
+            f"{where}, and the learned position table of model.max_length {model.max_length} has capacity for "
+            f"{capacity}. Remove the pair"
         )
-    if longest.max() > room:
-        raise UserError(
-            f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens, and the learned position table of "
-            f"model.max_length {model.max_length} has room for {room}; take the pair out"
-        )
+
+
+def validation_batches(
+    encoded: EncodedPairs, config: Config, multiple: int = 1, parts: RowParts = ALL_ROWS
+) -> Iterable[Batch]:
+    """Return batches for evaluation: few shapes, and at most MAX_TOKENS tokens where training batches are larger."""
+    budget = min(config.data.batch_tokens, MAX_TOKENS)
+    shapes = choose_shapes(encoded.source_lengths, encoded.target_lengths, budget, max_shapes=4)
+    return eval_batches(encoded, shapes, budget, config.model, multiple, parts)
+
+
+_eval_step = partial(jax.jit, static_argnames=("model", "max_logits"))(eval_step)
+
+
+def corpus_loss(
+    params: Params,
+    batches: Iterable[Batch],
+    model: Transformer,
+    mesh: Mesh | None = None,
+    max_logits: int | None = None,
+) -> float:
+    """Return the mean negative log-likelihood of a target token in nats. Sums are taken on the host in float64.
+
+    With several processes, all call it. With a mesh, each process has its rows of every batch; without a mesh, all
+    processes have the same batches and each computes its share of them.
+    """
+    loss_sum, num_tokens = 0.0, 0
+    own = batches if mesh else itertools.islice(batches, jax.process_index(), None, jax.process_count())
+    for batch in own:
+        placed = put_batch(batch, mesh) if mesh else batch
+        sums = jax.device_get(_eval_step(params, placed, model=model, max_logits=max_logits))
+        loss_sum, num_tokens = loss_sum + float(sums.loss_sum), num_tokens + int(sums.num_tokens)
+    if mesh is None:
+        loss_sum, num_tokens = (sum(values) for values in zip(*gather([loss_sum, num_tokens]), strict=True))
+    return loss_sum / max(num_tokens, 1)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), or infinity where that is too large for a float."""
+    return math.exp(loss) if loss < 700 else math.inf

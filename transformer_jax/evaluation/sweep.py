@@ -1,29 +1,31 @@
-"""Decoding settings tried one after the other on the development set, as the paper chose beam size and alpha."""
+"""Score a run with each combination of decoding settings, as the paper chose beam size and alpha (section 6.1)."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import DecodingConfig
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.bleu import CorpusScores, score_corpus, tokenization_of
+from transformer_jax.evaluation.bleu import score_corpus, tokenization_of
+from transformer_jax.evaluation.evaluate import split_of
 from transformer_jax.evaluation.validation import check_complete, check_direction, reference_texts
 from transformer_jax.types import UserError
 
 
 def parse_grid(items: Sequence[str]) -> dict[str, list[Any]]:
-    """`beam-size=1,4,8` as a field of `DecodingConfig` and its values.
+    """Return fields of `DecodingConfig` and their values from items such as `beam-size=1,4,8`.
 
     >>> parse_grid(["beam-size=1,4", "alpha=0,0.6"])
     {'beam_size': [1, 4], 'alpha': [0.0, 0.6]}
 
     Raises:
-        UserError: an item of another form, a field that is not there or given twice, a value of another type.
+        UserError: An item has another form, an unknown or repeated field, or a value of another type.
     """
-    fields, grid = {item.name: item for item in dataclasses.fields(DecodingConfig)}, {}
+    fields, grid = {field.name: field for field in dataclasses.fields(DecodingConfig)}, {}
     for item in items:
         name, equals, values = item.partition("=")
         name = name.removeprefix("--").replace("-", "_")
@@ -31,7 +33,7 @@ def parse_grid(items: Sequence[str]) -> dict[str, list[Any]]:
             raise UserError(f"sweep has {item!r}; it must be FIELD=VALUE,VALUE..., each once, of {', '.join(fields)}")
         default = fields[name].default
         if not isinstance(default, int | float | str) or isinstance(default, bool):
-            raise UserError(f"sweep has {item!r}; {name} is no number and no word, and cannot be swept")
+            raise UserError(f"sweep has {item!r}; {name} is neither a number nor a word, and cannot be swept")
         try:
             grid[name] = [type(default)(value) for value in values.split(",")]
         except ValueError:
@@ -41,40 +43,51 @@ def parse_grid(items: Sequence[str]) -> dict[str, list[Any]]:
 
 def sweep(
     run: str | Path,
-    pairs: Pairs,
-    grid: Mapping[str, Sequence[Any]],
+    settings: Sequence[str],
+    pairs: Pairs | None = None,
+    split: str = "valid",
     *,
     tokenize: str | None = None,
     lowercase: bool = False,
-    is_given: bool = False,
+    ensemble: Sequence[str | Path] = (),
     **decoding: Any,
-) -> Iterator[tuple[dict[str, Any], CorpusScores]]:
-    """Translates the pairs under each combination of the settings. With several processes, all call it alike.
+) -> Iterator[dict[str, Any]]:
+    """Translate the pairs with each combination of decoding settings. With several processes, all call it.
 
     Args:
-        run: its folder.
-        pairs: of the development set.
-        grid: fields of `DecodingConfig` and their values; the last field changes fastest.
-        tokenize, lowercase: as for `score_corpus`.
-        is_given: the pairs are not of the run's own corpus, so that their sides may have been swapped.
-        decoding: more fields, the same for all, or another argument of `Translator.load`.
+        run: Folder of the run.
+        settings: Items `FIELD=VALUE,VALUE...`; the last field changes fastest.
+        pairs: Sources and references. None uses the split.
+        split: Split of the run's corpus.
+        tokenize: SacreBLEU's tokenization. None selects it as `tokenization_of` does.
+        lowercase: Whether to score without case.
+        ensemble: Other runs, which translate together with `run`.
+        decoding: Further fields of `DecodingConfig`, equal for all combinations.
 
     Yields:
-        The settings and the scores.
+        The settings and the scores of each combination.
+
+    Raises:
+        UserError: The run, the split or a field does not exist, or a value is not legal.
     """
+    grid = parse_grid(settings)
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for setting in combinations:
-        DecodingConfig(**setting)  # a value that is not legal is found before the work
+        DecodingConfig(**setting)  # raises before the work starts
+    is_own = pairs is None
+    pairs = pairs or split_of(RunDir(Path(run)).load_config(), split, run)
+    names = {"run": str(run)} | ({"ensemble": [{"run": str(member)} for member in ensemble]} if ensemble else {})
     translator, checkpoint = None, None
     for number, setting in enumerate(combinations):
-        # The checkpoint is the only setting that needs other files.
+        # Only another checkpoint needs other files.
         if translator is None or setting.get("checkpoint") != checkpoint:
-            translator = Translator.load(run, **(decoding | setting))
+            translator = Translator.load(run, ensemble=ensemble, **(decoding | setting))
             checkpoint = setting.get("checkpoint")
-        if is_given and number == 0:
+        if not is_own and number == 0:
             check_direction(translator, pairs)
         translator = translator.with_decoding(**setting)
         translations = translator.translate(list(pairs.source), shared=True)
         check_complete(translations, pairs)
         references = reference_texts(pairs, translator.tokenizers)
-        yield setting, score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)
+        scores = score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)
+        yield {**names, "split": pairs.origin, "setting": setting, **dataclasses.asdict(scores)}
