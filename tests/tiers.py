@@ -28,10 +28,10 @@ TESTS = Path(__file__).resolve().parent
 # fixture named after a package of FULL_ONLY need not be listed.
 SLOW = {
     "compares with PyTorch, Transformers, CTranslate2 or subword-nmt": (
-        "data/test_sentencepiece.py::test_clean_up",
-        "data/test_sentencepiece.py::test_ids_are_those_of_transformers",
-        "data/test_sentencepiece.py::test_ids_of_the_target_are_those_of_transformers",
-        "data/test_sentencepiece.py::test_text_is_that_of_transformers",
+        "data/test_sentencepiece.py::test_clean_up_equals_transformers",
+        "data/test_sentencepiece.py::test_source_ids_equal_transformers",
+        "data/test_sentencepiece.py::test_target_ids_equal_transformers",
+        "data/test_sentencepiece.py::test_decoded_text_equals_transformers",
         "data/test_subword_nmt.py",
         "decoding/test_sampling.py::test_what_may_be_drawn_is_what_hugging_face_leaves",
         "interop/test_convert.py::test_a_bare_state_dict_needs_what_it_does_not_store",

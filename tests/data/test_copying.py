@@ -1,4 +1,4 @@
-"""The copy task's corpus."""
+"""Check the corpus of the copy task."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ RECIPE = str(Path(__file__).resolve().parents[2] / "configs" / "copy_task.py")
 SMALL = DataConfig(source="copy", synthetic_train_size=3_000, synthetic_valid_size=100, synthetic_test_size=50)
 
 
-def test_rows_are_ten_symbols_and_their_own_translation():
+def test_copy_task_rows_have_ten_symbols():
     rows = []
     for split, size in (("train", 3_000), ("valid", 100), ("test", 50)):
         pairs = read_split(SMALL, split)
@@ -23,18 +23,18 @@ def test_rows_are_ten_symbols_and_their_own_translation():
         rows += [line.split() for line in pairs.source]
     assert {len(row) for row in rows} == {10}
     assert {symbol for row in rows for symbol in row} == {str(number) for number in range(1, 11)}
-    assert len(set(map(tuple, rows))) == len(rows), "no row of one split is in another"
+    assert len(set(map(tuple, rows))) == len(rows), "the splits are disjoint"
     counts = [sum(row[place] == "7" for row in rows) / len(rows) for place in range(10)]
-    assert all(0.08 < count < 0.12 for count in counts), "each symbol is as likely at each place"
+    assert all(0.08 < count < 0.12 for count in counts), "each symbol is equally probable at each position"
 
 
-def test_the_test_rows_do_not_depend_on_the_other_sizes():
+def test_copy_task_test_rows_are_independent_of_other_sizes():
     other = dataclasses.replace(SMALL, synthetic_train_size=10, synthetic_valid_size=0)
     assert list(read_split(other, "test").source) == list(read_split(SMALL, "test").source)
     assert read_split(other, "valid") is None
 
 
-def test_a_batch_of_the_recipe_has_eighty_rows_of_one_shape():
+def test_copy_task_batch_has_eighty_rows():
     config = load_recipe(RECIPE)
     train = read_split(dataclasses.replace(config.data, synthetic_train_size=800), "train")
     tokenizers = train_tokenizers(config, train)

@@ -1,4 +1,4 @@
-"""Filter policy and its counts; the cache gives the same arrays, and is made again when anything changes."""
+"""Check the filter and its counts, and that the cache returns equal arrays and is rebuilt when its input changes."""
 
 import json
 from dataclasses import replace
@@ -63,22 +63,22 @@ def test_source_bos_counts_as_a_token(tokenizers):
     assert encoded.report.long == 2
 
 
-def test_nothing_is_dropped_for_evaluation(tokenizers):
+def test_evaluation_drops_no_pair(tokenizers):
     encoded = encode_pairs(PAIRS, tokenizers, CONFIG.model)
     assert len(encoded) == len(PAIRS)
     assert encoded.report is None
     assert encoded.source_lengths.tolist() == [3, 1, 2, 7, 6, 4, 2]
 
 
-def test_nothing_left(tokenizers):
+def test_filter_that_keeps_nothing_is_an_error(tokenizers):
     with pytest.raises(UserError, match="here: no pair is left for training: 7 pairs: 0 kept, 2 empty, 5 longer"):
         encode_pairs(PAIRS, tokenizers, CONFIG.model, replace(CONFIG.data, max_length=1))
 
 
-def test_cache(tmp_path, tokenizers, monkeypatch):
+def test_cache_round_trip_and_damage(tmp_path, tokenizers, monkeypatch):
     first = load_or_encode(CONFIG, "train", tokenizers, tmp_path, PAIRS)
     assert isinstance(first.source_ids, np.memmap)
-    expected = rows(first)  # read now: the file it is mapped to will be cut off
+    expected = rows(first)  # read now: the mapped file is truncated below
     (folder,) = tmp_path.iterdir()
     with monkeypatch.context() as patched:
         patched.setattr(encoding, "encode_pairs", None)
@@ -94,7 +94,7 @@ def test_cache(tmp_path, tokenizers, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert load_cached(tmp_path, "train", first.sha256(), CONFIG.model).report == first.report
 
-    # Torn: a file cut off, no manifest, an unfinished folder of another process.
+    # Damage: a truncated file, no manifest, an unfinished folder of another process.
     for damage in (
         lambda: (folder / "target_ids.npy").write_bytes(b"x"),
         lambda: (folder / "manifest.json").write_text("{"),
@@ -107,7 +107,7 @@ def test_cache(tmp_path, tokenizers, monkeypatch):
         assert rows(encoding._load(folder, CONFIG.model)) == expected
 
 
-def test_cache_is_keyed_by_all_that_decides_it(tmp_path, tokenizers):
+def test_cache_key_covers_every_input(tmp_path, tokenizers):
     def folders(config=CONFIG, split="train", tokenizers=tokenizers, pairs=PAIRS):
         load_or_encode(config, split, tokenizers, tmp_path, pairs)
         return len(list(tmp_path.iterdir()))
@@ -123,14 +123,14 @@ def test_cache_is_keyed_by_all_that_decides_it(tmp_path, tokenizers):
     assert folders(replace(CONFIG, model=replace(CONFIG.model, source_bos=True))) == 8
 
 
-def test_a_side_without_any_token_is_cached(tmp_path, tokenizers):
+def test_side_without_tokens_is_cached(tmp_path, tokenizers):
     pairs = Pairs(["", ""], ["", "a"], "here")
     for _ in range(2):
         encoded = load_or_encode(CONFIG, "test", tokenizers, tmp_path, pairs)
         assert rows(encoded) == [([], []), ([], tokenizers.target.encode(["a"])[0])]
 
 
-def test_large_vocabularies_need_32_bits():
+def test_large_vocabulary_uses_32_bits():
     words = [f"w{i:05}" for i in range(70_000)]
     config = replace(CONFIG, model=ModelConfig(vocab_size=80_000))
     pairs = Pairs([" ".join(words[i : i + 100]) for i in range(0, 70_000, 100)], ["x"] * 700, "here")

@@ -1,4 +1,4 @@
-"""Data sets of the library `datasets`, from disk and by name, offline."""
+"""Read data sets of the library `datasets` from disk and by name, offline."""
 
 import datasets
 import pytest
@@ -37,7 +37,7 @@ def test_columns_from_disk(tmp_path):
 
 
 @pytest.mark.parametrize("library_type", [False, True])
-def test_translation_column_and_a_set_without_splits(tmp_path, library_type):
+def test_translation_column_and_data_set_without_splits(tmp_path, library_type):
     rows = datasets.Dataset.from_dict({"translation": [{"en": "a", "de": "b"}, {"en": "c", "de": "d"}]})
     if library_type:
         rows = rows.cast(datasets.Features({"translation": datasets.Translation(languages=["en", "de"])}))
@@ -50,7 +50,7 @@ def test_translation_column_and_a_set_without_splits(tmp_path, library_type):
         read("test", directory=str(tmp_path))
 
 
-def test_by_name(tmp_path, monkeypatch):
+def test_data_set_is_loaded_by_name(tmp_path, monkeypatch):
     (tmp_path / "train.json").write_text('{"en": "a", "de": "b"}\n', encoding="utf-8")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     pairs = read(name=str(tmp_path))
@@ -59,7 +59,7 @@ def test_by_name(tmp_path, monkeypatch):
         read(name=str(tmp_path), train="nope")
 
 
-def test_missing_sets(tmp_path, monkeypatch):
+def test_missing_data_sets_are_rejected(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="not a data set written by save_to_disk: FileNotFoundError"):
         read(directory=str(tmp_path / "nowhere"))
 

@@ -1,4 +1,4 @@
-"""The spelled-out numbers: right, disjoint, always the same."""
+"""Check the corpus of spelled-out numbers: correct, disjoint splits, reproducible."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from transformer_jax.types import UserError
 
 
 @pytest.mark.parametrize("language", ["en", "de"])
-def test_spelling_is_that_of_num2words(language):
+def test_spelling_equals_num2words(language):
     edges = [0, 1, 99, 100, 101, 999, 1000, 1001, 1099, 1100, 1101, 21_000, 100_000, 100_001, 999_999]
     values = edges + np.random.default_rng(0).integers(0, LIMIT, 1000).tolist()
     assert spell_numbers(values, language) == [num2words(value, lang=language) for value in values]
 
 
-def test_splits_are_disjoint_by_value_and_small_enough():
+def test_number_splits_are_disjoint():
     corpus = numbers_corpus(DataConfig())
     assert {split: len(pairs) for split, pairs in corpus.items()} == {"train": 40_000, "valid": 500, "test": 2_000}
     assert len(corpus["train"]) <= 0.05 * LIMIT
@@ -25,7 +25,7 @@ def test_splits_are_disjoint_by_value_and_small_enough():
         assert len(set(lines)) == len(lines)
 
 
-def test_held_out_numbers_do_not_depend_on_the_amount_of_training():
+def test_held_out_numbers_are_independent_of_the_training_size():
     small = numbers_corpus(DataConfig(synthetic_train_size=10))
     large = numbers_corpus(DataConfig(synthetic_train_size=1000))
     assert small["test"] == large["test"]

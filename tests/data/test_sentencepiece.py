@@ -1,4 +1,4 @@
-"""SentencePiece as transformers' MarianTokenizer uses it: the same ids and text; no text is a special token."""
+"""Compare SentencePiece tokenizers with transformers' MarianTokenizer; no text gives a special id."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from transformer_jax.types import UserError
 
 TEXTS = ["the cat sat on the mat", "A dog runs in the park, quickly!", "the parks of the cats", "no. 42 (ﬁne)"] * 5
 OTHER = ["die Katze saß auf der Matte", "Ein Hund läuft durch den Park."] * 8
-# What transformers does with a text that holds the name of a special token is not done here.
+# No line contains the name of a special token: transformers would return its id, and this package does not.
 LINES = [
     *TEXTS,
     "",
@@ -81,7 +81,7 @@ def marian(models, vocabulary, tmp_path_factory, optional_package):
     )
 
 
-def test_ids_are_those_of_transformers(tokenizer, marian):
+def test_source_ids_equal_transformers(tokenizer, marian):
     expected = [ids[:-1] for ids in marian(LINES).input_ids]  # without EOS
     assert tokenizer.encode(LINES) == expected
     assert tokenizer.encode([">>deu<< the cat"])[0][0] == 2
@@ -89,12 +89,12 @@ def test_ids_are_those_of_transformers(tokenizer, marian):
     assert any(1 in row for row in expected)
 
 
-def test_ids_of_the_target_are_those_of_transformers(models, vocabulary, marian):
+def test_target_ids_equal_transformers(models, vocabulary, marian):
     target = SentencePieceTokenizer(models[1], vocabulary, (vocabulary["<pad>"], 0, 0, 1))
     assert target.encode(OTHER) == [ids[:-1] for ids in marian(text_target=OTHER).input_ids]
 
 
-def test_text_is_that_of_transformers(tokenizer, marian, vocabulary):
+def test_decoded_text_equals_transformers(tokenizer, marian, vocabulary):
     pad = vocabulary["<pad>"]
     rows = [
         *tokenizer.encode(LINES),
@@ -109,8 +109,8 @@ def test_text_is_that_of_transformers(tokenizer, marian, vocabulary):
     assert tokenizer.decode(tokenizer.encode(["a dog runs in  parks"])) == ["a dog runs in parks"]
 
 
-def test_clean_up(marian, models, vocabulary):
-    """Spaces before punctuation, in the order in which transformers takes them away."""
+def test_clean_up_equals_transformers(marian, models, vocabulary):
+    """Check that spaces before punctuation are removed in the same order as by transformers."""
     special = (vocabulary["<pad>"], 0, 0, 1)
     marks = [".", "?", "!", ",", "'", "n't", "'m", "'s", "'ve", "'re", "x"]
     extended = vocabulary | {f"▁{mark}": 500 + i for i, mark in enumerate(marks)}
@@ -124,7 +124,7 @@ def test_clean_up(marian, models, vocabulary):
     assert again.decode(rows) == tokenizer.decode(rows)
 
 
-def test_ids_that_are_not_there_give_no_text(tokenizer, vocabulary):
+def test_ids_outside_the_vocabulary_give_no_text(tokenizer, vocabulary):
     ids = tokenizer.encode(["cats"])[0]
     assert tokenizer.decode([[5000, -1, *ids, 5000]]) == tokenizer.decode([ids])
     assert tokenizer.tokens([0, vocabulary["<pad>"], 5000]) == ["</s>", "<pad>", "<5000>"]
@@ -132,11 +132,11 @@ def test_ids_that_are_not_there_give_no_text(tokenizer, vocabulary):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(["</s>", "<pad>", "<unk>", "<s>", " ", "the", ">>deu<<", "ж"]), max_size=6))
-def test_no_text_is_a_special_token(tokenizer, vocabulary, parts):
+def test_no_text_gives_a_special_id(tokenizer, vocabulary, parts):
     assert not {0, vocabulary["<pad>"]} & set(tokenizer.encode(["".join(parts)])[0])
 
 
-def test_json_and_folder(tokenizer, models, vocabulary, tmp_path):
+def test_sentencepiece_save_and_load(tokenizer, models, vocabulary, tmp_path):
     loaded = tokenizer_from_json(tokenizer.to_json(), "here")
     assert loaded.kind == "sentencepiece"
     assert loaded.model == models[0]
@@ -161,7 +161,7 @@ class Executed:
         return open, (str(self.path), "w")
 
 
-def test_damaged_models_and_vocabularies(tokenizer, models, tmp_path):
+def test_damaged_sentencepiece_files_are_rejected(tokenizer, models, tmp_path):
     special = (3, 0, 0, 1)
     harmful = pickle.dumps(Executed(tmp_path / "made"))
     for model in (b"", b"abc", models[0][:100], harmful):
@@ -184,7 +184,7 @@ def test_damaged_models_and_vocabularies(tokenizer, models, tmp_path):
             tokenizer_from_json(json.dumps(tree | change), "joint.json")
 
 
-def test_without_the_library(models, monkeypatch):
+def test_missing_library_names_the_extra(models, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
     with pytest.raises(UserError, match=r"pip install 'transformer-jax\[interop\]'"):
         SentencePieceTokenizer(models[0], {"a": 0}, (3, 0, 0, 1))

@@ -1,4 +1,4 @@
-"""Byte pairs as subword-nmt applies them."""
+"""Compare byte pairs with subword-nmt."""
 
 import io
 
@@ -21,7 +21,7 @@ def codes(optional_package):
     return out.getvalue()
 
 
-def test_pieces_equal_those_of_subword_nmt(codes, tmp_path, optional_package):
+def test_pieces_equal_subword_nmt(codes, tmp_path, optional_package):
     theirs = optional_package("subword_nmt.apply_bpe").BPE(io.StringIO(codes))
     (tmp_path / "codes").write_text(codes)
     merges = read_codes(tmp_path / "codes")
@@ -53,7 +53,7 @@ def test_json_round_trip(codes, tmp_path):
         ("a b 3\nc d 2\n", "no piece ends with </w>"),
     ],
 )
-def test_other_files_are_refused(text, message, tmp_path):
+def test_invalid_codes_files_are_rejected(text, message, tmp_path):
     (tmp_path / "codes").write_text(text)
     with pytest.raises(UserError, match=message):
         read_codes(tmp_path / "codes")

@@ -1,4 +1,4 @@
-"""Text, TSV and JSON lines: what ends a line, packed files, and a clear message for each mistake."""
+"""Read text, TSV and JSON lines: line ends, compressed files, and errors that name file and line."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def read(folder, source="text", split="train", **fields):
 
 
 @pytest.mark.parametrize("suffix", PACK)
-def test_plain_and_packed_text(tmp_path, suffix):
+def test_plain_and_compressed_text(tmp_path, suffix):
     write(tmp_path, {f"train.{k}{suffix}": PACK[suffix](f"{k} 1\n{k} ü\n".encode()) for k in ("en", "de")})
     pairs = read(tmp_path)
     assert pairs.source == ["en 1", "en ü"]
@@ -37,13 +37,13 @@ def test_plain_and_packed_text(tmp_path, suffix):
     assert f"train.en{suffix}" in pairs.origin
 
 
-def test_a_packed_file_of_several_parts(tmp_path):
+def test_compressed_file_with_several_members(tmp_path):
     for suffix in (".gz", ".xz", ".zst"):
         write(tmp_path, {f"x{suffix}": PACK[suffix](b"one\n") + PACK[suffix](b"two\n")})
         assert read_lines(tmp_path / f"x{suffix}") == ["one", "two"]
 
 
-def test_lines_end_at_newline_alone(tmp_path):
+def test_only_newline_ends_a_line(tmp_path):
     lines = ["a\x85b\u2028c\u2029d\x0be\x0cf\x1cg\x1dh\x1ei\rj", "", "\u00a0 k ", "\r"]
     write(tmp_path, {"lf": "\n".join(lines) + "\n", "crlf": "\r\n".join(lines) + "\r\n", "cut": "a\nb", "no": ""})
     assert read_lines(tmp_path / "crlf") == lines
@@ -52,7 +52,7 @@ def test_lines_end_at_newline_alone(tmp_path):
     assert read_lines(tmp_path / "no") == []
 
 
-def test_byte_order_mark_is_dropped_at_the_beginning_alone(tmp_path):
+def test_byte_order_mark_is_dropped_only_at_file_start(tmp_path):
     write(tmp_path, {"x": "\ufeffone\n\ufefftwo\n"})
     assert read_lines(tmp_path / "x") == ["one", "\ufefftwo"]
 
@@ -67,19 +67,19 @@ def test_invalid_utf8_names_file_and_line(tmp_path):
         read(tmp_path)
 
 
-def test_sides_of_different_length(tmp_path):
+def test_sides_with_different_line_counts_are_rejected(tmp_path):
     write(tmp_path, {"train.en": "a\nb\n", "train.de": "a\nb\nc\n"})
     with pytest.raises(UserError, match=r"train\.en has 2 lines and .*train\.de has 3"):
         read(tmp_path)
 
 
-def test_empty_corpus(tmp_path):
+def test_empty_corpus_is_rejected(tmp_path):
     write(tmp_path, {"train.en": "", "train.de": ""})
     with pytest.raises(UserError, match=r"train\.en and .*train\.de: no sentence pairs"):
         read(tmp_path)
 
 
-def test_missing_and_doubled_files(tmp_path):
+def test_missing_and_duplicate_files_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"no file .*train\.en, .*train\.en\.gz, .*train\.en\.xz or .*train\.en\.zst"):
         read(tmp_path)
     write(tmp_path, {"train.en": "a\n", "train.en.gz": gzip.compress(b"a\n")})
@@ -90,7 +90,7 @@ def test_missing_and_doubled_files(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
-def test_damaged_packed_file(tmp_path, suffix):
+def test_damaged_compressed_file_is_rejected(tmp_path, suffix):
     packed = PACK[suffix](bytes(range(256)) * 40)
     for content in (packed[:-5], packed[:-1], packed[: len(packed) // 2], b"not packed\n", packed + b"rest", b""):
         write(tmp_path, {f"x{suffix}": content})
@@ -106,7 +106,7 @@ def test_tsv_by_name_and_by_number(tmp_path):
     assert (pairs.source, pairs.target) == (["y"], ["x"])
 
 
-def test_tsv_mistakes(tmp_path):
+def test_invalid_tsv_is_rejected(tmp_path):
     write(tmp_path, {"train.tsv": "en\tde\na\tb\nc\n"})
     with pytest.raises(UserError, match=r"train\.tsv, line 3: 1 columns, but line 1 has 2"):
         read(tmp_path, "tsv")
@@ -136,7 +136,7 @@ def test_jsonl_flat_and_nested(tmp_path):
         (r'{"en": "\ud800", "de": "a"}', "line 2, key 'en': not valid UTF-8: surrogates not allowed"),
     ],
 )
-def test_jsonl_mistakes(tmp_path, line, message):
+def test_invalid_jsonl_is_rejected(tmp_path, line, message):
     write(tmp_path, {"train.jsonl": '{"en": "a", "de": "b"}\n' + line + "\n"})
     with pytest.raises(UserError, match=r"train\.jsonl, " + message):
         read(tmp_path, "jsonl")

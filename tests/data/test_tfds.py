@@ -1,4 +1,4 @@
-"""A small data set of tensorflow-datasets, built offline, read by name and folder without TensorFlow."""
+"""Read a small data set of tensorflow-datasets, built offline, by name and folder, without TensorFlow."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class ToyTranslate(tfds.core.GeneratorBasedBuilder):
-    """Five sentence pairs for training, two for validation, three for the test; the features of wmt14_translate."""
+    """A data set with the features of wmt14_translate: 5 pairs for training, 2 for validation, 3 for the test."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -48,7 +48,7 @@ def read(folder, split="train", **fields):
     return read_split(DataConfig(source="tfds", directory=folder, **fields), split)
 
 
-def test_reads_both_sides_in_step(folder):
+def test_rows_of_both_sides_match(folder):
     pairs = read(folder)
     assert sorted(pairs.source) == [f"hello {i}" for i in range(5)]
     assert [line[-1] for line in pairs.source] == [line[-1] for line in pairs.target]
@@ -58,7 +58,7 @@ def test_reads_both_sides_in_step(folder):
 
 
 @pytest.mark.parametrize("size", ["base", "big"])
-def test_the_recipe_of_wmt14_reads_the_splits_of_such_a_set(folder, size):
+def test_wmt14_recipe_reads_its_splits(folder, size):
     data = load_recipe(f"{CONFIGS / f'wmt14_en_de_{size}.py'}:tfds").data
     data = dataclasses.replace(data, name="toy_translate", directory=folder)
     pairs = [read_split(data, split) for split in ("train", "valid", "test")]
@@ -67,7 +67,7 @@ def test_the_recipe_of_wmt14_reads_the_splits_of_such_a_set(folder, size):
     assert pairs[2].target[0].startswith("grüß")
 
 
-def test_mistakes(folder):
+def test_missing_split_feature_and_data_set_are_rejected(folder):
     with pytest.raises(UserError, match=r"split 'nope': cannot be read: .*existing splits: \['test', 'train', 'val"):
         read(folder, train="nope")
     with pytest.raises(UserError, match=r"toy_translate \(train\): no feature 'fr' among \['de', 'en'\]"):
@@ -76,7 +76,7 @@ def test_mistakes(folder):
         read(folder, name="no_such_set")
 
 
-def test_translation_sets_are_found_without_importing_their_module(folder, monkeypatch):
+def test_translation_data_set_is_registered_on_demand(folder, monkeypatch):
     def offline(self, *arguments, **keywords):
         raise ConnectionError("no network")
 
@@ -85,7 +85,7 @@ def test_translation_sets_are_found_without_importing_their_module(folder, monke
         read(folder, name="wmt14_translate/de-en")
 
 
-def test_without_the_library(folder, monkeypatch):
+def test_missing_library_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(UserError, match=r"pip install 'transformer-jax\[tfds\]'"):
         read(folder)

@@ -1,4 +1,4 @@
-"""Byte pairs lose nothing; no text becomes a special token; training is deterministic; folders are whole."""
+"""Check that byte pairs are lossless, no text gives a special id, and tokenizers survive saving."""
 
 import dataclasses
 import json
@@ -25,15 +25,15 @@ def byte_pairs():
     return train_tokenizer("bpe", TEXTS, vocab_size=300, min_frequency=1)
 
 
-def test_attributes(byte_pairs):
+def test_byte_pair_attributes(byte_pairs):
     assert (byte_pairs.pad_id, byte_pairs.bos_id, byte_pairs.eos_id, byte_pairs.unk_id) == (0, 1, 2, 3)
     assert byte_pairs.tokens(range(4)) == list(SPECIAL_TOKENS)
     assert 4 + 256 < byte_pairs.vocab_size <= 300
     assert byte_pairs.tokens(byte_pairs.encode([" the"])[0]) == ["Ġthe"]
 
 
-def test_pieces_are_what_the_tokens_stand_for(byte_pairs):
-    """Every id against the library's decoder, which writes U+FFFD where bytes are no whole letter."""
+def test_pieces_show_the_text_of_each_token(byte_pairs):
+    """Compare every id with the library's decoder, which writes U+FFFD for bytes that are not a complete character."""
     escaped = []
     for i, piece in enumerate(byte_pairs.pieces(range(byte_pairs.vocab_size))):
         (text,) = byte_pairs.decode([[i]])
@@ -53,7 +53,7 @@ def test_pieces_are_what_the_tokens_stand_for(byte_pairs):
 
 @examples(200)
 @given(st.lists(st.text(), max_size=4))
-def test_byte_pairs_bring_back_any_text(byte_pairs, texts):
+def test_byte_pairs_round_trip_any_text(byte_pairs, texts):
     rows = byte_pairs.encode(texts)
     assert byte_pairs.decode(rows) == texts
     assert not SPECIAL_IDS & {i for row in rows for i in row}
@@ -74,13 +74,13 @@ def test_byte_pairs_bring_back_any_text(byte_pairs, texts):
         "\r\t\x85",
     ],
 )
-def test_byte_pairs_bring_back_odd_text(byte_pairs, text):
+def test_byte_pairs_round_trip_difficult_text(byte_pairs, text):
     (row,) = byte_pairs.encode([text])
     assert byte_pairs.decode([row]) == [text]
     assert not SPECIAL_IDS & set(row)
 
 
-def test_special_ids_and_rows_beyond_the_vocabulary_give_no_text(byte_pairs):
+def test_special_and_unknown_ids_give_no_text(byte_pairs):
     (row,) = byte_pairs.encode(["the cat"])
     assert byte_pairs.decode([[1, *row, 2, 0, 0, 3, 5000]]) == ["the cat"]
     assert byte_pairs.tokens([5000]) == ["<5000>"]
@@ -89,13 +89,13 @@ def test_special_ids_and_rows_beyond_the_vocabulary_give_no_text(byte_pairs):
     assert words.tokens([2, 5, 77]) == ["</s>", "b", "<77>"]
 
 
-def test_words():
+def test_word_tokenizer_sorts_by_frequency():
     words = train_tokenizer("word", ["b a  c\u00a0a", "b"], vocab_size=100, min_frequency=1)
     assert words.tokens(range(words.vocab_size)) == [*SPECIAL_TOKENS, "a", "b", "c"]  # by frequency, then alphabet
     assert words.decode(words.encode([" b\tc  a\u2003x "])) == ["b c a <unk>"]
 
 
-def test_rare_words_are_unknown_and_counted(caplog):
+def test_rare_words_become_unknown_and_are_logged(caplog):
     with caplog.at_level(logging.INFO):
         words = train_tokenizer("pretokenized", ["a a a b b c d"], vocab_size=6, min_frequency=1)
     assert words.encode(["a b c d"]) == [[4, 5, 3, 3]]
@@ -105,14 +105,14 @@ def test_rare_words_are_unknown_and_counted(caplog):
 
 
 @pytest.mark.parametrize("kind", ["word", "pretokenized"])
-def test_a_special_token_in_text_is_an_unknown_word(kind):
+def test_special_token_in_text_is_an_unknown_word(kind):
     words = train_tokenizer(kind, ["<s> a b"], vocab_size=100, min_frequency=1)
     row = words.encode(["<pad> a <s> </s> <unk>"])[0]
     assert row[0] == row[3] == row[4] == UNK_ID
     assert row[2] not in (0, 1, 2)
 
 
-def test_presegmented_text_is_joined():
+def test_pretokenized_text_is_joined():
     line = "wal@@ king\u00a0dogs @@ a@@b @-@ x@@"
     pieces = train_tokenizer("pretokenized", [line], vocab_size=100, min_frequency=1)
     assert pieces.encode(["wal@@  king\u00a0dogs"]) == pieces.encode(["wal@@ king\u00a0dogs"])
@@ -120,12 +120,12 @@ def test_presegmented_text_is_joined():
 
 
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
-def test_training_is_deterministic(kind):
+def test_tokenizer_training_is_deterministic(kind):
     first, second = (train_tokenizer(kind, iter(TEXTS), 280, 1).to_json() for _ in range(2))
     assert first == second
 
 
-def test_too_small_for_the_bytes():
+def test_vocabulary_smaller_than_the_bytes_is_rejected():
     with pytest.raises(UserError, match=r"model.vocab_size is 259; byte pairs need at least 260"):
         train_tokenizer("bpe", TEXTS, 259, 1)
 
@@ -149,7 +149,7 @@ def test_save_and_load(tmp_path, kind, joint):
         assert getattr(loaded, side).to_json() == getattr(pair, side).to_json()
 
 
-def test_damaged_and_missing_folders(tmp_path):
+def test_damaged_and_missing_tokenizer_folders_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"source.json: cannot be read: No such file"):
         TokenizerPair.load(tmp_path)
     for content, message in (
@@ -164,7 +164,7 @@ def test_damaged_and_missing_folders(tmp_path):
 
 @pytest.mark.parametrize("unk_id", [5, 99])
 def test_unknown_word_without_a_row_is_rejected(unk_id):
-    """The id of an unknown word is a row too, even where it is no entry of the vocabulary."""
+    """Check that the id of unknown words has a row, even if the vocabulary has no entry for it."""
     tree = {"kind": "word", "vocabulary": [*SPECIAL_TOKENS, "a"], "special": [0, 1, 2, unk_id]}
     tokenizer = tokenizer_from_json(json.dumps(tree), "FILE")
     pair, model = TokenizerPair(tokenizer, tokenizer), ModelConfig(vocab_size=unk_id + 1, unk_id=unk_id)
@@ -177,7 +177,7 @@ def test_unknown_word_without_a_row_is_rejected(unk_id):
         encode_pairs(Pairs(["a"], ["b"], "here"), pair, small_target)
 
 
-def test_a_tokenizer_that_does_not_fit(byte_pairs):
+def test_tokenizer_that_does_not_fit_the_model_is_rejected(byte_pairs):
     pair = TokenizerPair(byte_pairs, byte_pairs)
     size = byte_pairs.vocab_size
     pair.check_fits(ModelConfig(vocab_size=size))
@@ -199,7 +199,7 @@ def test_a_tokenizer_that_does_not_fit(byte_pairs):
         {"special": [0, 1, None, 3]},
     ],
 )
-def test_vocabularies_of_other_types_are_refused(changes):
+def test_vocabulary_of_wrong_type_is_rejected(changes):
     text = json.dumps({"kind": "word", "vocabulary": ["<pad>", "<s>", "</s>", "<unk>", "a"]} | changes)
     with pytest.raises(UserError, match="FILE: not a tokenizer"):
         tokenizer_from_json(text, "FILE")

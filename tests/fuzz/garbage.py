@@ -1,4 +1,4 @@
-"""What is fed to the project where it expects something else: bounded, and the same on every machine."""
+"""Generate invalid and unusual input: of bounded size, and the same on every machine."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ json_values = st.recursive(
     max_leaves=5,
 )
 
-# Texts that trip up programs: line ends of other standards, marks, both directions, half of a pair, nothing.
+# Text that programs often mishandle: other line ends, combining marks, right-to-left scripts, control characters.
 PIECES = (
     *("a", "dog", "ß", "木", "🎉", "👩‍👩‍👧", "e\u0301\u0323\u0302", "שלום", "مرحبا", "\u202eabc", "\ufeff"),
     *("\u2028", "\u2029", "\x85", "\v", "\f", "\r", "\t", "\x1c", "\x1d", "\x1e", "\0", "\x1b[31m", "\xa0", "\u200b"),
@@ -33,7 +33,7 @@ texts = st.lists(
 
 @st.composite
 def mutated_json(draw: Any, tree: Any) -> Any:
-    """The tree with one to three places replaced, dropped or added to."""
+    """Return a copy of the JSON tree with one to three values replaced, dropped or added."""
     tree = _copy(tree)
     for _ in range(draw(st.integers(1, 3))):
         place = tree
@@ -55,7 +55,7 @@ def mutated_json(draw: Any, tree: Any) -> Any:
 
 @st.composite
 def mutated_bytes(draw: Any, data: bytes) -> bytes:
-    """The bytes cut off, or with a few of them replaced, dropped or put in."""
+    """Return the bytes truncated, or with a few of them replaced, dropped or inserted."""
     if draw(st.booleans()):
         return data[: draw(st.integers(0, len(data)))]
     for _ in range(draw(st.integers(1, 4))):
@@ -72,9 +72,15 @@ def _copy(tree: Any) -> Any:
 
 
 def lines(count: int, seed: int = 0, longest: int = 12) -> list[bytes]:
-    """Lines without their ends: pieces in any order, some of them no UTF-8, some empty, some of spaces alone."""
+    """Return lines of random PIECES without line ends. Some are not UTF-8, some are empty, some are only spaces."""
     rng = random.Random(seed)
-    broken = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf0\x9f\x8e", b"\xc0\xaf"]  # cut off, half a pair, too long a form
+    broken = [
+        b"\xff",
+        b"\xc3",
+        b"\xed\xa0\x80",
+        b"\xf0\x9f\x8e",
+        b"\xc0\xaf",
+    ]  # truncated, half a surrogate pair, overlong
     found = []
     for _ in range(count):
         pieces = [rng.choice(PIECES).encode("utf-8") for _ in range(rng.randrange(longest))]

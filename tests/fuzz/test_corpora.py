@@ -1,4 +1,4 @@
-"""Corpora that hold anything: every pair read, left out and counted, or a `UserError` that names file and line."""
+"""Fuzz corpora: every pair is read or counted as left out, or a `UserError` names the file and the line."""
 
 import codecs
 import gzip
@@ -48,7 +48,7 @@ file_bytes = st.one_of(
 
 @examples(300)
 @given(file_bytes)
-def test_lines_end_at_newlines_alone(tmp_path, data):
+def test_any_bytes_are_split_at_newlines_only(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     expected = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if expected[-1] == b"":
@@ -66,7 +66,7 @@ def test_lines_end_at_newlines_alone(tmp_path, data):
 @given(file_bytes, file_bytes)
 @example(b"", b"")
 @example(b"a\nb\n", b"a\n")
-def test_any_two_files(tmp_path, source, target):
+def test_any_parallel_files_load_or_name_the_file(tmp_path, source, target):
     (tmp_path / "train.en").write_bytes(source)
     (tmp_path / "train.de").write_bytes(target)
     try:
@@ -86,7 +86,7 @@ cells = st.one_of(file_bytes, st.sampled_from([b"a\tb", b'{"a": "x", "b": "y"}',
 @example(found=[b"[" * 100_000], packed=False)
 @example(found=[b'{"a": ' + b"9" * 5000 + b"}"], packed=False)
 @example(found=[b'{"translation": {"a": "x\\u2028\\ny", "b": "z"}}'], packed=True)
-def test_any_table(tmp_path, source, found, packed):
+def test_any_table_loads_or_names_the_file(tmp_path, source, found, packed):
     data = b"\n".join([b"a\tb", *found] if source == "tsv" else found)
     for path in tmp_path.iterdir():
         path.unlink()
@@ -99,14 +99,14 @@ def test_any_table(tmp_path, source, found, packed):
     assert not any("\n" in text for text in (*pairs.source, *pairs.target))
 
 
-def test_a_column_of_five_thousand_digits(tmp_path):
+def test_column_number_with_five_thousand_digits_is_rejected(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tb\n")
     with pytest.raises(UserError, match="give two names or two numbers"):
         read_split(data_config(tmp_path, "tsv", source_column="9" * 5000, target_column="1"), "train")
 
 
 def content(batch):
-    """The source and target of every pair that a batch holds, as tuples of ids."""
+    """Return the source and target ids of every pair in a batch, sorted."""
     rows = []
     for src, tgt in zip(batch.src, batch.tgt_out, strict=True):
         if tgt.any():
@@ -118,7 +118,7 @@ def content(batch):
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=12))
 @example([("", "")])
 @example([("  \u2028", "a"), ("\v\f\x85", "\x1c")])
-def test_every_pair_is_in_a_batch_or_counted(tokenizers, found):
+def test_every_pair_is_in_a_batch_or_in_the_filter_report(tokenizers, found):
     pairs = Pairs([source for source, _ in found], [target for _, target in found], "here")
     whole = encode_pairs(pairs, tokenizers, MODEL)
     ids = [
@@ -147,10 +147,10 @@ def test_every_pair_is_in_a_batch_or_counted(tokenizers, found):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
-def test_a_hundred_thousand_identical_lines_and_one_of_a_megabyte(kind):
-    """Training leaves the long one out and counts it; an evaluation, which leaves nothing out, names it."""
+def test_many_identical_lines_and_one_megabyte_line(kind):
+    """Training leaves out and counts the long line. Evaluation leaves nothing out, so it names the line."""
     config = Config(model=MODEL, data=CONFIG.data, tokenizer=TokenizerConfig(kind=kind))
-    # Without a space: the trainer of byte pairs took longer for it than anyone would wait.
+    # A word of a megabyte: the time to train byte pairs must not be quadratic in its length.
     long = "dog " * 250_000 if kind != "bpe" else "".join(random.Random(0).choices("abcdefgh", k=1_000_000))
     pairs = Pairs(["the red dog", *["a dog runs"] * 100_000, long], ["c", *["ein hund"] * 100_000, "z"], "here")
     tokenizers = train_tokenizers(config, pairs)
@@ -165,7 +165,7 @@ def test_a_hundred_thousand_identical_lines_and_one_of_a_megabyte(kind):
 
 
 @pytest.mark.parametrize("harm", ["emptied", "a flipped bit", "no list", "removed"])
-def test_a_damaged_cache_is_made_again(tokenizers, tmp_path, harm):
+def test_damaged_cache_is_rebuilt(tokenizers, tmp_path, harm):
     pairs = Pairs(["a dog", "dog"], ["a", "a"], "here")
     expected = load_or_encode(CONFIG, "train", tokenizers, tmp_path, pairs).sha256()
     (folder,) = tmp_path.iterdir()

@@ -1,4 +1,4 @@
-"""Text through tokenizers, and tokenizers whose files hold anything."""
+"""Fuzz tokenizers with text, and their files with mutations."""
 
 import json
 import random
@@ -36,17 +36,17 @@ TOKENIZERS = {kind: make(kind) for kind in KINDS}
 
 @examples(400)
 @given(st.lists(texts, min_size=1, max_size=4))
-def test_byte_pairs_give_every_text_back(found):
+def test_byte_pairs_round_trip_generated_text(found):
     tokenizer = TOKENIZERS["bpe"]
     rows = tokenizer.encode(found)
     assert tokenizer.decode(rows) == found
-    assert all(3 < i < tokenizer.vocab_size for row in rows for i in row), "no text has a special token in it"
+    assert all(3 < i < tokenizer.vocab_size for row in rows for i in row), "no text gives a special id"
 
 
 @pytest.mark.parametrize("kind", ["word", "pretokenized", "subword_nmt"])
 @examples(150)
 @given(text=texts)
-def test_words_lose_spaces_and_what_is_unknown_and_nothing_else(kind, text):
+def test_word_tokenizers_lose_only_spaces_and_unknown_words(kind, text):
     tokenizer = TOKENIZERS[kind]
     (row,) = tokenizer.encode([text])
     assert all(i >= 3 for i in row)
@@ -58,8 +58,8 @@ def test_words_lose_spaces_and_what_is_unknown_and_nothing_else(kind, text):
     assert "\n" not in back
 
 
-def test_a_word_that_is_a_whole_file_is_cut_in_time():
-    """The time went with the square of its length."""
+def test_long_word_is_split_in_linear_time():
+    """Check that splitting a long word does not take time quadratic in its length."""
     merges = [(one, two) for one in "abcdefgh" for two in "abcdefgh"]
     words = [*SPECIAL_TOKENS, *(f"{one}{two}@@" for one, two in merges), *(f"{one}@@" for one, _ in merges[::8])]
     tokenizer = SubwordTokenizer(merges, words, SPECIAL)
@@ -74,7 +74,7 @@ TREES = {kind: json.loads(TOKENIZERS[kind].to_json()) for kind in KINDS}
 
 
 def check(text):
-    """It is refused in words, or serves: its ids are its own, and it decodes what it is given."""
+    """Check that a tokenizer file is rejected with a `UserError`, or gives a tokenizer that encodes and decodes."""
     try:
         tokenizer = tokenizer_from_json(text, "file.json")
         rows = tokenizer.encode(CORPUS)
@@ -86,7 +86,7 @@ def check(text):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_tree(kind):
+def test_mutated_json_serves_or_is_rejected(kind):
     @examples(150)
     @given(mutated_json(TREES[kind]))
     def run(tree):
@@ -98,7 +98,7 @@ def test_any_tree(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @examples(60)
 @given(data=st.data())
-def test_any_bytes(tmp_path, kind, data):
+def test_mutated_bytes_serve_or_are_rejected(tmp_path, kind, data):
     text = TOKENIZERS[kind].to_json().encode()
     (tmp_path / "joint.json").write_bytes(data.draw(mutated_bytes(text)))
     try:
@@ -107,8 +107,8 @@ def test_any_bytes(tmp_path, kind, data):
         return
 
 
-def test_ids_beyond_the_table_are_refused():
-    """They would be other rows of the model's table, or none."""
+def test_ids_beyond_the_table_are_rejected():
+    """Check that an id without a row is an error, because it would be another row or NaN."""
     tree = json.loads(json.dumps(TREES["bpe"]))
     vocabulary = tree["library"]["model"]["vocab"]
     vocabulary["d"] = 10**6
@@ -123,7 +123,7 @@ def test_ids_beyond_the_table_are_refused():
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 @examples(30)
 @given(found=st.lists(texts, min_size=1, max_size=5))
-def test_any_text_can_be_trained_on(kind, found):
+def test_tokenizers_train_on_any_text(kind, found):
     model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
     config = Config(model=model, tokenizer=TokenizerConfig(kind=kind))
     tokenizers = train_tokenizers(config, Pairs(found, found, "here"))

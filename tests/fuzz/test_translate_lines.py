@@ -1,4 +1,4 @@
-"""`translate`: one line of output for each line of input, whatever it holds, and the same among others as alone."""
+"""Fuzz `translate`: each input line gives one output line, the same in a batch as alone."""
 
 import importlib.util
 import io
@@ -26,7 +26,7 @@ from transformer_jax.model.transformer import Transformer
 
 @pytest.fixture(scope="module")
 def translator():
-    """Random parameters, large enough that translations differ, and byte pairs: any text goes in, any comes out."""
+    """Return a translator with byte pairs and random parameters that are large enough for translations to differ."""
     model = ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32)
     config = Config(model=model, decoding=DecodingConfig(beam_size=1, max_length_offset=4, max_source=30))
     tokens = jnp.zeros((1, 2), jnp.int32)
@@ -37,7 +37,7 @@ def translator():
 
 @pytest.fixture
 def translate(translator, monkeypatch):
-    """`translate(b"...")` gives the bytes that the command writes and what it says on stderr."""
+    """Return `translate(b"...")`, which returns the bytes that the command writes and its text on stderr."""
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.setattr(Translator, "load", lambda *_, **__: translator)
 
@@ -75,7 +75,7 @@ class Serial:
 
 @pytest.fixture(scope="module")
 def plain():
-    """The translator's module once more, without the hooks that check shapes: ten thousand calls are cheap."""
+    """Import the translator's module again without shape checks, so that ten thousand calls are fast."""
     spec = importlib.util.spec_from_file_location("plain_translator", module.__file__)
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
@@ -85,7 +85,7 @@ def plain():
 
 @pytest.fixture
 def said_back(monkeypatch, plain):
-    """In place of the search: the source's ids from the last to the first, so that any bytes come out, in any order."""
+    """Replace the search by one that returns the source's ids in reverse order."""
 
     def search(prepared, src, spec, **_):
         tokens = np.zeros((len(src), 1, spec.max_length), np.int32)
@@ -99,7 +99,7 @@ def said_back(monkeypatch, plain):
         monkeypatch.setattr(one, "search", search)
 
 
-def test_ten_thousand_lines_through_one_process_as_each_alone(translate, translator, plain, said_back):
+def test_ten_thousand_lines_equal_each_line_alone(translate, translator, plain, said_back):
     found, alone = lines(10_000), plain.Translator(translator.config, translator.params, translator.tokenizers)
     out, err = translate(b"\n".join(found))
     assert out.count(b"\n") == 10_000
@@ -120,12 +120,12 @@ def test_ten_thousand_lines_through_one_process_as_each_alone(translate, transla
     assert cut
 
 
-def test_hundreds_of_lines_through_the_model_itself(translate, translator):
+def test_hundreds_of_lines_through_the_model_equal_each_line_alone(translate, translator):
     found = [line[:12] for line in lines(300, seed=1, longest=5)]
     out, _ = translate(b"\n".join(found) + b"\n")
     together = out.decode("utf-8").split("\n")[:-1]
     assert len(together) == 300
-    assert len(set(together)) > 100, "a model that says the same to all would prove nothing"
+    assert len(set(together)) > 100, "a model that gives the same translation for every line would prove nothing"
     for line, expected in zip(found, together, strict=True):
         assert translator.translate([line.decode("utf-8", "replace").removesuffix("\r")]) == [expected]
         assert line.decode("utf-8", "replace").strip() or expected == ""
@@ -147,11 +147,11 @@ def test_hundreds_of_lines_through_the_model_itself(translate, translator):
         (b"\xff\n\xfe\n", 2),
     ],
 )
-def test_lines_are_counted_by_newlines(translate, said_back, stdin, count):
+def test_output_lines_equal_input_newlines(translate, said_back, stdin, count):
     assert translate(stdin)[0].count(b"\n") == count
 
 
-def test_no_line_of_a_megabyte_is_lost(translate, said_back):
+def test_megabyte_lines_are_cut_and_kept(translate, said_back):
     out, err = translate(b"a\n" + b"dog " * 250_000 + b"\nb\n" + "\u0301".encode() * 500_000 + b"\n" + b" " * 10**6)
     assert out.count(b"\n") == 5
     assert out.split(b"\n")[4] == b""
@@ -160,19 +160,21 @@ def test_no_line_of_a_megabyte_is_lost(translate, said_back):
     ] == [2, 4]
 
 
-def test_line_ends_in_a_translation_are_spaces(translator, said_back):
-    """Of the two that end lines for most readers; the others are text."""
+def test_line_ends_in_a_translation_become_spaces(translator, said_back):
+    """Check that newline and carriage return become spaces, and that other line separators stay."""
     assert translator.translate(["c\nb\ra", "a\v\f\x1cb"]) == ["a b c", "b\x1c\f\va"]
 
 
-def test_half_of_a_surrogate_pair_is_read_as_a_replacement(translator, said_back):
+def test_half_surrogate_pair_is_read_as_replacement_character(translator, said_back):
     for text in ("\ud800", "a\udfffb", "\udc80"):
         expected = re.sub("[\ud800-\udfff]", "\ufffd", text)
         assert translator.translate([text]) == translator.translate([expected])
-    assert translator.translate(["\ud83c\udf89"]) == translator.translate(["🎉"]), "both halves are a letter"
+    assert translator.translate(["\ud83c\udf89"]) == translator.translate(["🎉"]), (
+        "both halves together are one character"
+    )
 
 
-def test_a_translation_with_half_a_pair_is_written_all_the_same(monkeypatch, translate):
+def test_translation_with_half_surrogate_pair_is_written(monkeypatch, translate):
     found = [[Hypothesis(text, 0.0, 0.0, 1)] for text in ("\ud800", "b")]
     fake = types.SimpleNamespace(translate_n_best=lambda *_, **__: found)
     monkeypatch.setattr(Translator, "load", lambda *_, **__: fake)

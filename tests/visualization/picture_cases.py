@@ -1,4 +1,4 @@
-"""What the tests of the pictures share: a small model with byte pairs, and attention made up by NumPy."""
+"""Helpers for tests of pictures: a small model with byte pairs, and random attention weights."""
 
 import functools
 
@@ -19,7 +19,7 @@ SENTENCE = "Ein Hund l\u00e4uft."
 
 @functools.cache
 def small_translator() -> Translator:
-    """Two layers below and one above, with heads of their own number, and random parameters."""
+    """Return a model with 2 encoder layers of 2 heads, 1 decoder layer of 4 heads, and random parameters."""
     config = Config(
         model=ModelConfig(
             vocab_size=300, d_model=16, num_layers=2, num_heads=2, d_ff=32, decoder_num_layers=1, decoder_num_heads=4
@@ -35,7 +35,7 @@ def small_translator() -> Translator:
 
 
 def made_up(source, target, *, layers=2, heads=3, seed=0) -> Attention:
-    """Random weights between these tokens; the decoder's look back alone."""
+    """Return random weights between these tokens; decoder self-attention is causal."""
     rng = np.random.default_rng(seed)
 
     def weights(queries, keys, is_causal=False):

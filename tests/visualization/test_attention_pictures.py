@@ -1,4 +1,4 @@
-"""Attention of a model over a sentence, as data, as the text of a page and as figures."""
+"""Check attention over a sentence as data, as the text of a page, and as figures."""
 
 import base64
 import dataclasses
@@ -29,7 +29,7 @@ from transformer_jax.visualization.canvas import head_colors
 
 
 def test_weights_of_a_given_target():
-    """What the decoder reads is the target moved by one; a token that is written stands before what it attends to."""
+    """Check the tokens of each kind: the decoder reads the target shifted by one, and predicts the target."""
     translator = small_translator()
     found = attention_of(translator, SENTENCE, "A dog", run="runs/x")
     tokenizer = translator.tokenizers.source
@@ -53,7 +53,7 @@ def test_weights_of_a_given_target():
     assert (found.run, found.target, found.is_given) == ("runs/x", "A dog", True)
 
 
-def test_weights_of_the_runs_own_translation():
+def test_weights_of_own_translation():
     translator = small_translator()
     ((best,),) = translator.translate_n_best([SENTENCE], 1)
     found = attention_of(translator, SENTENCE)
@@ -61,7 +61,7 @@ def test_weights_of_the_runs_own_translation():
     assert (found.target, found.is_given) == (best.text, False)
 
 
-def test_an_empty_sentence_has_none():
+def test_empty_sentence_is_rejected():
     with pytest.raises(UserError, match="the sentence is empty"):
         attention_of(small_translator(), "  ")
 
@@ -77,7 +77,7 @@ def test_an_empty_sentence_has_none():
         (View(style="bars"), "legal: encoder, decoder, cross; lines, map"),
     ],
 )
-def test_views_that_there_are_not(view, message, tmp_path):
+def test_unknown_views_are_rejected(view, message, tmp_path):
     with pytest.raises(UserError, match=message):
         draw_attention(made_up("ab", "cd"), tmp_path / "page.html", view)
     assert not list(tmp_path.iterdir())
@@ -87,7 +87,7 @@ def test_views_that_there_are_not(view, message, tmp_path):
 
 
 class Elements(html.parser.HTMLParser):
-    """The elements of a page, and the text in its scripts."""
+    """Parser that collects the names of a page's elements and the text of its scripts."""
 
     def __init__(self, page):
         super().__init__()
@@ -107,7 +107,7 @@ class Elements(html.parser.HTMLParser):
             self.scripts[-1] += text
 
 
-def test_a_page_holds_the_weights_and_text_stays_text():
+def test_page_contains_the_weights_and_escapes_text():
     attention = made_up(HOSTILE, ["a", "b"])
     page = attention_page(attention, View("encoder", 1, 2, "map"))
     elements, harmless = Elements(page), Elements(attention_page(made_up(["x"], ["y"]), View()))
@@ -123,13 +123,13 @@ def test_a_page_holds_the_weights_and_text_stays_text():
         np.testing.assert_allclose(numbers.reshape(maps.weights.shape) / 65535, maps.weights, atol=0.51 / 65535)
 
 
-def test_a_page_names_no_other_file_or_host():
+def test_page_references_no_other_file_or_host():
     page = attention_page(made_up(["x"], ["y"]), View())
     for word in ("http:", "https:", "//cdn", "@import", "url(", "<link", "fetch(", "innerHTML"):
         assert word not in page
 
 
-def test_a_page_that_no_browser_would_open_is_refused():
+def test_page_with_too_many_weights_is_rejected():
     attention = made_up(["x"], ["y"])
     weights = np.broadcast_to(np.float32(0), (6, 16, 1000, 1000))
     large = dataclasses.replace(attention, maps={"cross": attention.maps["cross"]._replace(weights=weights)})
@@ -148,7 +148,7 @@ def axes(optional_package):
     return Figure().subplots()
 
 
-def test_lines_join_tokens_as_strongly_as_they_attend(axes):
+def test_line_opacity_is_the_attention_weight(axes):
     maps = made_up("abcd", "xyz").maps["cross"]
     draw_lines(axes, maps, heads_of(maps, 2, 2))
     (lines,) = axes.collections
@@ -162,7 +162,7 @@ def test_lines_join_tokens_as_strongly_as_they_attend(axes):
     assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "b", "c", "d"]
 
 
-def test_lines_of_all_heads_stand_beside_each_other(axes):
+def test_lines_of_different_heads_are_shifted(axes):
     maps = made_up("abcd", "xyz").maps["cross"]
     draw_lines(axes, maps, heads_of(maps, 1, "all"))
     assert len(axes.collections) == 3
@@ -174,12 +174,12 @@ def test_lines_of_all_heads_stand_beside_each_other(axes):
 @pytest.mark.parametrize(
     "keys", [["a", "b", "c"], ["\u05d0", "\u05d1", "\u05d2"]], ids=["left to right", "right to left"]
 )
-def test_a_map_is_the_weights_with_the_first_key_where_its_script_begins(axes, keys):
+def test_heat_map_is_mirrored_for_right_to_left_keys(axes, keys):
     maps = made_up(keys, "xy").maps["cross"]
     weights = heads_of(maps, 1, "mean")["mean of 3 heads"]
     np.testing.assert_allclose(weights, maps.weights[0].mean(0))
     draw_map(axes, maps, weights, 0.9, has_keys=True, has_queries=True)
-    assert axes.images[0].get_clim() == (0, 0.9), "one scale for all heads of a figure"
+    assert axes.images[0].get_clim() == (0, 0.9), "all heads of a figure share one scale"
     is_mirrored = keys[0] != "a"
     np.testing.assert_array_equal(axes.images[0].get_array(), weights[:, ::-1] if is_mirrored else weights)
     assert dict(zip([text.get_text() for text in axes.get_xticklabels()], axes.get_xticks(), strict=True)) == {
@@ -190,7 +190,7 @@ def test_a_map_is_the_weights_with_the_first_key_where_its_script_begins(axes, k
 @pytest.mark.parametrize(
     "view", [View(), View("encoder", 1, 2, "map"), View("decoder", head="all", style="map")], ids=str
 )
-def test_figures_are_written_and_the_same_each_time(view, optional_package, tmp_path):
+def test_figures_are_reproducible(view, optional_package, tmp_path):
     optional_package("matplotlib")
     attention = made_up(["<b>", "$x_1$", "\u05e9\u05dc\u05d5\u05dd"], ["\u6728", "y"])
     for name in ("one.svg", "two.svg"):
@@ -198,7 +198,7 @@ def test_figures_are_written_and_the_same_each_time(view, optional_package, tmp_
     text = (tmp_path / "one.svg").read_text()
     assert text == (tmp_path / "two.svg").read_text()
     assert "&lt;b&gt;" in text or view.kind == "decoder"
-    assert "\u6728" in text or view.kind == "encoder", "letters that no font here may have are in the file all the same"
+    assert "\u6728" in text or view.kind == "encoder", "the file contains characters that no installed font may have"
     assert f"layer {view.layer or 2} of 2" in text
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -207,7 +207,7 @@ def test_figures_are_written_and_the_same_each_time(view, optional_package, tmp_
     assert all("are drawn as boxes" in str(warning.message) for warning in caught)
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+def test_missing_matplotlib_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"x.svg needs the package matplotlib: .*transformer-jax\[plot\]"):
         draw_attention(made_up("ab", "cd"), tmp_path / "x.svg")
