@@ -85,10 +85,10 @@ from tiers import (  # noqa: E402, F401  pytest finds these hooks and fixtures h
     pytest_ignore_collect,
     pytest_runtest_call,
     pytest_runtest_setup,
+    pytest_runtest_teardown,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_xdist_auto_num_workers,
-    room_for_compiled_code,
 )
 
 

@@ -4,14 +4,18 @@ import ast
 import doctest
 import importlib
 import os
+import re
 import subprocess
 import sys
+import tokenize
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import readme
+
+import transformer_jax
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "transformer_jax"
@@ -113,6 +117,81 @@ def test_no_file_is_long():
         assert length <= LONGER.get(name, MAX_LINES), f"{name} has {length} lines"
 
 
+MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_PUBLIC_PARAMETERS = 80, 8, 10
+# Functions above these limits, with their numbers of lines and of parameters. Remove an entry with its reason.
+LONGER_FUNCTIONS: dict[str, int] = {}
+MORE_PARAMETERS: dict[str, int] = {
+    "evaluation/evaluate.py::evaluate_runs": 9,
+}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the package's functions and methods, nested ones too, as `model/layers.py::Encoder.setup`."""
+
+    def below(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            named = is_function or isinstance(child, ast.ClassDef)
+            if is_function:
+                yield prefix + child.name, child
+            yield from below(child, f"{prefix}{child.name}." if named else prefix)
+
+    for file in FILES:
+        yield from below(ast.parse(file.read_text(encoding="utf-8")), f"{file.relative_to(PACKAGE)}::")
+
+
+def test_functions_are_short_and_take_few_parameters():
+    public = {f"{module.replace('.', '/')}.py::{name}" for name, module in transformer_jax.API.items()}
+    long, many = {}, {}
+    for name, node in functions():
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        count = len([parameter for parameter in parameters if parameter.arg not in ("self", "cls")])
+        if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
+            long[name] = node.end_lineno - node.lineno + 1
+        if count > (MAX_PUBLIC_PARAMETERS if name in public else MAX_PARAMETERS):
+            many[name] = count
+    assert {name: lines for name, lines in long.items() if lines > LONGER_FUNCTIONS.get(name, 0)} == {}
+    assert {name: count for name, count in many.items() if count > MORE_PARAMETERS.get(name, 0)} == {}
+
+
+def test_few_modules_are_at_the_root():
+    modules = [file.name for file in PACKAGE.glob("*.py") if not file.name.startswith("__")]
+    assert len(modules) <= 8, modules
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    graph = {}
+    for module, file in modules.items():
+        names = {name if name in modules else name.rpartition(".")[0] for _, name in imports(file)}
+        graph[module] = names & modules.keys() - {module, PACKAGE.name}
+    while leaves := {module for module, names in graph.items() if not names & graph.keys()}:
+        graph = {module: names for module, names in graph.items() if module not in leaves}
+    assert not graph, f"among these modules is a circle: {sorted(graph)}"
+
+
+MAX_ANY = 314
+
+
+def test_any_is_used_sparingly():
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
+    count = sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees for node in ast.walk(tree))
+    assert count <= MAX_ANY, f"{count} uses of Any; use a real type, such as Params, PyTree or a dataclass"
+
+
+def test_what_silences_a_checker_has_a_reason():
+    silent = re.compile(r"#\s*(?:type:\s*ignore|noqa)(?:\[[\w, -]+\]|:\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*)?(.*)$")
+    missing = []
+    for file in python_files():
+        with tokenize.open(file) as stream:
+            comments = [token for token in tokenize.generate_tokens(stream.readline) if token.type == tokenize.COMMENT]
+        for token in comments:
+            found = silent.search(token.string)
+            if found and not found[1].strip(" #-:()"):
+                missing.append(f"{file.relative_to(ROOT)}:{token.start[0]}: {token.string}")
+    assert not missing, missing
+
+
 def undocumented(tree: ast.Module) -> Iterator[str]:
     """Public functions, classes and methods without a docstring. A method may have it in another class of the file,
     such as the protocol that its class follows; `setup` is called by Linen alone."""
@@ -139,7 +218,14 @@ def test_public_things_have_docstrings():
 MODULES = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if file.stem != "__main__"]
 
 
-@pytest.mark.parametrize("module", [name.removesuffix(".__init__") for name in MODULES])
+NEEDS_TORCH = {f"{PACKAGE.name}.parity.{name}" for name in ("annotated_model", "oracles", "peers", "torch_model")}
+DOCUMENTED = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS_TORCH else [])
+    for name in (name.removesuffix(".__init__") for name in MODULES)
+]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
 def test_examples_in_docstrings(module):
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded)

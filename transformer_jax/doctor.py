@@ -219,7 +219,7 @@ def _disk(config: Config, folder: Path) -> str:
 
 
 def _dataset(config: Config, split: str) -> str:
-    pairs = read_split(config.data, split)  # type: ignore[arg-type]
+    pairs = read_split(config.data, split)  # type: ignore[arg-type]  # one of SPLITS
     if pairs is None:
         return f"none (data.{split} is empty)"
     blank = sum(not s.strip() or not t.strip() for texts in pairs.chunks() for s, t in zip(*texts, strict=True))

@@ -127,7 +127,8 @@ def preset(name: str, vocab_size: int, **model_changes: Any) -> Config:
         sections.setdefault(section, {})[key] = vocab_size + value if from_the_end else value
     sections["model"] |= model_changes
     kinds = {item.name: item.type for item in dataclasses.fields(Config)}
-    return Config(**{section: kinds[section](**values) for section, values in sections.items()})  # type: ignore[operator]
+    made = {section: kinds[section](**values) for section, values in sections.items()}  # type: ignore[operator]  # classes
+    return Config(**made)
 
 
 def numbers_config() -> Config:

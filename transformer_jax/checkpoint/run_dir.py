@@ -44,7 +44,7 @@ from transformer_jax.types import UserError
 try:
     import fcntl
 except ImportError:  # Windows, where nothing prevents two processes from writing the same run
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # Windows has none
 
 # Fields that may differ when a run is resumed, because they change no step that was already taken.
 MAY_CHANGE = frozenset(

@@ -216,7 +216,8 @@ class TorchOracle:
         return [(name, parameter) for name, parameter in named if not name.endswith(self.skipped or ("\0",))]
 
     def _to_params(self, tensors: Mapping[str, torch.Tensor]) -> Params:
-        config = dataclasses.replace(self.config, dtype=self.dtype, param_dtype=self.dtype)  # type: ignore[arg-type]
+        changes = {"dtype": self.dtype, "param_dtype": self.dtype}
+        config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]  # a str that is a Dtype
         with jax.enable_x64(self.dtype == "float64"):  # the table asks the model here for its shapes
             return self.to_params({name: tensor.numpy() for name, tensor in tensors.items()}, config)
 

@@ -77,7 +77,8 @@ class Side:
         """The same in another dtype, dropout off, and computed so that every part can be seen."""
         off = dict.fromkeys(("residual_dropout", "attention_dropout", "activation_dropout"), 0.0)
         plain = {"attention_kernel": "xla", "remat": "none", "scan_layers": False}
-        config = dataclasses.replace(self.config, dtype=dtype, param_dtype=dtype, **off, **plain)  # type: ignore[arg-type]
+        changes = {"dtype": dtype, "param_dtype": dtype, **off, **plain}
+        config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]  # values of mixed types
         params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
         return dataclasses.replace(self, config=config, params=params)
 

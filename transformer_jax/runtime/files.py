@@ -16,7 +16,7 @@ from transformer_jax.types import UserError
 try:
     import fcntl
 except ImportError:  # Windows, where nothing prevents two processes from writing the same folder
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # Windows has none
 
 
 class FolderInUseError(UserError):

@@ -1,0 +1,100 @@
+"""The wording of help texts, docstrings, error messages and documents: standard words in place of private ones."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Phrases to avoid, as regular expressions without regard to case, each with what to write instead.
+AVOID = {
+    r"\banew\b": "again",
+    r"\bthe latter\b|\bthe former\b": "repeat the noun",
+    r"\bso many\b": "this number of, the number of",
+    r"\bas above\b|\bas else\b": "name what is meant",
+    r"\bruns? goes? on\b|\bgoes on (with|from|where|at)\b|\bgoing on with\b": "resumes, continues",
+    r"\b(is|are|was|were) refused\b|\brefuses\b": "is rejected, raises, fails with",
+    r"\bdrawn tokens?\b": "sampled tokens",
+    r"\blikelier\b|\blikeliest\b": "more probable, the most probable",
+    r"\bgiven beginnings?\b": "target prefixes",
+    r"\btrainings\b": "training runs",
+    r"\bof its own accord\b|\bof one's own\b": "own",
+    r"\bin a row that\b": "consecutive",
+    r"\bwhat (it|they) costs?\b": "its overhead",
+    r"\btaken for whole\b|\btorn (file|entry|write)": "complete, truncated",
+    r"\bthe other software\b": "the reference implementation",
+    r"\bbeside (it|them|each other)\b": "next to",
+    r"\bof which there (is|are)\b": "number of",
+    r"\b(behaviour|honour|colour|neighbour|centre)\w*": "US spelling",
+    r"\b(initial|normal|optim|token|serial)is(e|ed|er|ers|es|ing|ation)\b": "US spelling",
+}
+
+# Files that are not rewritten yet. Remove a file when it complies; add none.
+NOT_YET: frozenset[str] = frozenset(
+    (
+        "transformer_jax/cli/__init__.py",
+        "transformer_jax/cli/experiments.py",
+        "transformer_jax/cli/runs.py",
+        "transformer_jax/cli/scores.py",
+        "transformer_jax/cli/translation.py",
+        "transformer_jax/data/batching.py",
+        "transformer_jax/data/packing.py",
+        "transformer_jax/doctor.py",
+        "transformer_jax/experiments/cost.py",
+        "transformer_jax/experiments/table3_runs.py",
+        "transformer_jax/interop/convert.py",
+        "transformer_jax/model/attention.py",
+        "transformer_jax/model/transformer.py",
+        "transformer_jax/parity/oracles.py",
+        "transformer_jax/parity/suspects.py",
+        "transformer_jax/presets.py",
+    )
+)
+
+
+def texts_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the strings of a Python file (docstrings, help texts, messages), or the paragraphs of a document."""
+    content = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.lineno, node.value
+    else:
+        for paragraph in re.finditer(r"(?:.+\n?)+", re.sub(r"`[^`\n]*`", "``", content)):
+            yield content.count("\n", 0, paragraph.start()) + 1, paragraph[0]
+
+
+def files() -> list[Path]:
+    """Return the files that the rules hold for."""
+    pages = [page for page in ROOT.glob("*.md") if page.name != "LICENSE"] + [*(ROOT / "docs").glob("*.md")]
+    return sorted([*(ROOT / "transformer_jax").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *pages])
+
+
+def findings(file: Path) -> list[str]:
+    """Return a line for each phrase to avoid in a file."""
+    return [
+        f"{file.relative_to(ROOT)}:{line}: {found[0]!r}; write {better}"
+        for line, text in texts_of(file)
+        for pattern, better in AVOID.items()
+        for found in re.finditer(pattern, " ".join(text.split()), re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(ROOT)))
+def test_texts_use_standard_words(file):
+    found = findings(file)
+    if str(file.relative_to(ROOT)) in NOT_YET:
+        pytest.skip(f"{len(found)} phrases to rewrite" if found else "complies: remove it from NOT_YET")
+    else:
+        assert not found, "\n".join(found)
+
+
+def test_phrases_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Right.\n\nA run goes\non where it stopped, and `so many` steps are made anew.\n")
+    texts = [" ".join(text.split()) for _, text in texts_of(page)]
+    hits = [pattern for pattern in AVOID for text in texts if re.search(pattern, text, re.IGNORECASE)]
+    assert len(hits) == 2
