@@ -189,7 +189,7 @@ def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_
         return jax.eval_shape(partial(search, model=Transformer(model)), params, src, spec)
 
     assert shape_of(40).tokens.shape == (1, 1, 40)
-    with pytest.raises(UserError, match=r"translation of 41 tokens .* model\.max_length 40"):
+    with pytest.raises(UserError, match=r"sequence of 41 tokens .* model\.max_length 40"):
         shape_of(41)
 
 

@@ -1,7 +1,10 @@
 """Attention (paper section 3.2) against the reference, and where nothing may be attended to."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import reference
@@ -167,3 +170,47 @@ def test_dtypes(dtype, param_dtype):
     output, variables = jax.eval_shape(lambda: module.init_with_output(jax.random.key(0), X.astype(dtype), MEMORY))
     assert output.dtype == dtype
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables)} == {param_dtype}
+
+
+def test_head_sizes_default_to_d_model_over_num_heads():
+    module = MultiHeadAttention(d_model=6, num_heads=2)
+    params = module.init(jax.random.key(0), X)["params"]
+    assert {name: leaf["kernel"].shape for name, leaf in params.items()} == {
+        "query": (6, 2, 3),
+        "key": (6, 2, 3),
+        "value": (6, 2, 3),
+        "output": (2, 3, 6),
+    }
+    np.testing.assert_array_equal(apply(module, params, X), apply(module, params, X, X))
+    with pytest.raises(ValueError, match=r"num_heads=4 does not divide d_model=6\. Set num_heads to a divisor"):
+        MultiHeadAttention(d_model=6, num_heads=4).init(jax.random.key(0), X)
+
+
+def test_unbatched_input_fails_with_the_expected_shape():
+    module, params = make()
+    for arguments, message in (
+        (
+            (X[0],),
+            r"x has shape \[3, 6\]; \[batch, length, d_model=6\] is needed\. Add the batch axis .* with x\[None\]",
+        ),
+        ((X, MEMORY[0]), r"memory has shape \[5, 6\]"),
+        ((X[..., :4],), r"x has shape \[2, 3, 4\]"),
+    ):
+        with jaxtyping_disabled(), pytest.raises(ValueError, match=message):
+            apply(module, params, *arguments)
+
+
+@contextlib.contextmanager
+def jaxtyping_disabled():
+    """Leave the annotations unchecked, as they are outside tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_dtypes_may_be_scalar_types():
+    module = MultiHeadAttention(d_model=6, num_heads=2, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    output, variables = module.init_with_output(jax.random.key(0), X)
+    assert {leaf.dtype for leaf in jax.tree.leaves((output, variables))} == {jnp.dtype(jnp.bfloat16)}

@@ -102,7 +102,7 @@ def test_learned_positions_have_an_end():
     config = dataclasses.replace(CONFIGS["learned"], max_length=6)
     _, _, params, src, _ = model_and_inputs("learned")
     params = params | {side: {"table": params[side]["table"][:6]} for side in ("source_positions", "target_positions")}
-    with pytest.raises(UserError, match=r"translation of 7 tokens .* learned position table of model\.max_length 6"):
+    with pytest.raises(UserError, match=r"sequence of 7 tokens .* learned position table of model\.max_length 6"):
         prepared(config, params, src, max_length=7)
 
 

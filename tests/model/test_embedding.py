@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from model_cases import apply
 
-from transformer_jax.model.embedding import Embedding, OutputWeights, logits_from
+from transformer_jax.model.embedding import Embedding, Unembedding, unembed
 
 TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4)), jnp.float32)
 TOKENS = jnp.array([[0, 3], [6, 3], [5, 5]], jnp.int32)
@@ -24,7 +24,7 @@ def test_embedding_is_a_row_of_the_table(scale, factor):
 
 @pytest.mark.parametrize("bias", [None, jnp.arange(7.0)])
 def test_logits_are_the_product_and_the_bias(bias):
-    logits = logits_from(X, OutputWeights(TABLE, bias))
+    logits = unembed(X, Unembedding(TABLE, bias))
     expected = np.asarray(X, np.float64) @ np.asarray(TABLE).T + (0 if bias is None else np.asarray(bias))
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
 
@@ -40,12 +40,12 @@ def test_dtypes(param_dtype):
 def test_logits_of_bfloat16_are_summed_in_float32():
     x = np.ones((1, 1, 1000), np.float32)
     table = np.full((2, 1000), 1 + 2**-7, np.float32)  # a bfloat16; the sum of 1,000 of them is not
-    logits = logits_from(jnp.asarray(x, jnp.bfloat16), OutputWeights(jnp.asarray(table, jnp.bfloat16), None))
+    logits = unembed(jnp.asarray(x, jnp.bfloat16), Unembedding(jnp.asarray(table, jnp.bfloat16), None))
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits[0, 0], [1007.8125] * 2, rtol=1e-6)
 
 
 def test_logits_of_float64_stay_float64():
     with jax.enable_x64(True):
-        logits = logits_from(jnp.asarray(X, jnp.float64), OutputWeights(jnp.asarray(TABLE, jnp.float64), None))
+        logits = unembed(jnp.asarray(X, jnp.float64), Unembedding(jnp.asarray(TABLE, jnp.float64), None))
         assert logits.dtype == jnp.float64

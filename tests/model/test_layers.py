@@ -101,7 +101,7 @@ class Doubled(SublayerConnection):
         self.norm = LayerNorm()
 
     def __call__(self, x, deterministic):
-        return self.leave(x, 2 * self.enter(x, self.norm), self.norm, deterministic)
+        return super().__call__(x, lambda y: 2 * y, self.norm, deterministic)
 
 
 def standardised(x):

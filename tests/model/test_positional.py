@@ -51,3 +51,8 @@ def test_learned_positions(offset):
 def test_learned_positions_dtype(param_dtype):
     table = jax.eval_shape(lambda: LearnedPositions(6, 4, 0, param_dtype).init(jax.random.key(0), 3))
     assert table["params"]["table"].dtype == param_dtype
+
+
+def test_odd_width_of_sinusoids_fails():
+    with pytest.raises(ValueError, match=r"d_model=5 is odd; .* Use an even d_model"):
+        sinusoids(3, 5)

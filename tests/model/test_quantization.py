@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.model.incremental import Int8Matrix, quantize, times
+from transformer_jax.model.incremental import Int8Matrix, matmul, quantize
 
 
 def rounded(rows):
@@ -33,7 +33,7 @@ def test_no_entry_is_off_by_more_than_half_a_scale():
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_products_are_those_of_numpy(rows):
     x, matrix = example(rows)
-    found = times(jnp.asarray(x, np.float32), quantize(jnp.asarray(matrix, np.float32)))
+    found = matmul(jnp.asarray(x, np.float32), quantize(jnp.asarray(matrix, np.float32)))
     values, scale = rounded(matrix.T)
     of_rows, of_scale = rounded(x)
     np.testing.assert_allclose(found, of_rows @ values.T * of_scale * scale.T, rtol=1e-5, atol=1e-6)
@@ -45,7 +45,7 @@ def test_products_are_those_of_numpy(rows):
 
 def test_dtype_and_plain_matrices():
     x, matrix = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.bfloat16)
-    assert times(x, matrix).dtype == jnp.bfloat16
-    assert times(x, matrix, jnp.float32).dtype == jnp.float32
-    assert times(x, Int8Matrix(jnp.ones((4, 3), jnp.int8), jnp.ones(4))).dtype == jnp.bfloat16
-    assert times(x, matrix).tolist() == [[3.0] * 4] * 2
+    assert matmul(x, matrix).dtype == jnp.bfloat16
+    assert matmul(x, matrix, jnp.float32).dtype == jnp.float32
+    assert matmul(x, Int8Matrix(jnp.ones((4, 3), jnp.int8), jnp.ones(4))).dtype == jnp.bfloat16
+    assert matmul(x, matrix).tolist() == [[3.0] * 4] * 2

@@ -77,7 +77,7 @@ def test_encode_and_decode_take_segments_one_by_one():
             src_segments=src_segments,
             tgt_segments=tgt_segments,
         )
-    with pytest.raises(ValueError, match="segments of one side alone"):
+    with pytest.raises(ValueError, match="segments are given for one side only"):
         apply(model, params, src, tgt_in, src_segments=src_segments)
 
 

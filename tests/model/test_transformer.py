@@ -10,6 +10,7 @@ import pytest
 import reference
 from flax import nnx
 from flax.nnx import bridge
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model_cases import (
     CONFIGS,
     apply,
@@ -244,3 +245,35 @@ def test_model_learns_nothing_of_its_own():
     config = tiny(positions="learned", tie_embeddings="none", logits_bias=True)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     assert set(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)) == {"params"}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_meshes_of_both_axis_types(axis_type):
+    """Auto axes work; Explicit axes, the default of `jax.make_mesh`, fail with what to do, which works."""
+    config = tiny()
+    model, params, (src, tgt_in) = Transformer(config), to_jax(random_params(config)), to_jax(sentences(config))
+    expected = apply(model, params, src, tgt_in)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data"), PartitionSpec()))
+    params, src, tgt_in = jax.device_put((params, src, tgt_in), (everywhere, rows, rows))
+
+    def call(params, src, tgt_in):
+        return model.apply({"params": params}, src, tgt_in)
+
+    if axis_type == AxisType.Explicit:
+        for function in (call, jax.jit(call)):
+            with pytest.raises(UserError, match=r"Explicit axes \('data',\).*AxisType.Auto,\) \* 1 to jax.make_mesh"):
+                function(params, src, tgt_in)
+        call = jax.sharding.auto_axes(call, out_sharding=PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        logits = jax.jit(call)(params, src, tgt_in)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["src", "tgt_in"])
+def test_sequence_beyond_the_learned_positions_fails_when_traced(side):
+    config = tiny(positions="learned", max_length=5, position_offset=1)
+    shapes = {"src": 4, "tgt_in": 4, side: 5}
+    inputs = [jax.ShapeDtypeStruct((2, length), jnp.int32) for length in shapes.values()]
+    with pytest.raises(UserError, match=r"sequence of 5 tokens \(plus position_offset 1\) .* 5 rows\. Shorten"):
+        jax.eval_shape(Transformer(config).init, jax.random.key(0), *inputs)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.model.embedding import OutputWeights, logits_from
+from transformer_jax.model.embedding import Unembedding, unembed
 from transformer_jax.training.loss import LossSpec, cross_entropy, fused_linear_cross_entropy
 
 B, T, D, V = 3, 5, 4, 7
@@ -14,7 +14,7 @@ B, T, D, V = 3, 5, 4, 7
 def example(has_bias, dtype="float64", pad_id=0):
     rng = np.random.default_rng(0)
     bias = jnp.asarray(rng.normal(size=V), dtype) if has_bias else None
-    output = OutputWeights(jnp.asarray(rng.normal(size=(V, D)), dtype), bias)
+    output = Unembedding(jnp.asarray(rng.normal(size=(V, D)), dtype), bias)
     targets = rng.integers(0, V, (B, T)).astype(np.int32)
     targets[0, 3:] = pad_id
     return jnp.asarray(rng.normal(size=(B, T, D)), dtype), output, jnp.asarray(targets), jnp.asarray(targets != pad_id)
@@ -33,7 +33,7 @@ def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logit
             return 1.7 * found.loss_sum, found
 
         def at_once(x, output):
-            found = cross_entropy(logits_from(x, output), targets, weights, spec)
+            found = cross_entropy(unembed(x, output), targets, weights, spec)
             return 1.7 * found.loss_sum, found
 
         (_, found), grads = jax.jit(jax.value_and_grad(in_parts, argnums=(0, 1), has_aux=True))(x, output)
@@ -66,7 +66,7 @@ def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
 def test_no_more_logits_than_allowed_are_held():
     """1,024 positions and 4,096 tokens: 16 MiB of logits, or a sixteenth of them at a time."""
     x = jax.ShapeDtypeStruct((8, 128, 16), jnp.float32)
-    output = OutputWeights(jax.ShapeDtypeStruct((4096, 16), jnp.float32), None)
+    output = Unembedding(jax.ShapeDtypeStruct((4096, 16), jnp.float32), None)
     targets, weights = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8, 128), jnp.bool_)
 
     def temporary_bytes(max_logits):

@@ -6,6 +6,7 @@ from typing import Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from transformer_jax.model.initializers import Initialization, attention_initializer, xavier_uniform
@@ -13,23 +14,37 @@ from transformer_jax.model.initializers import Initialization, attention_initial
 AttentionKernel = Literal["auto", "xla"]
 
 
-def attention_weights(
-    query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], mask: Bool[Array, "#b #h #t s"] | None
-) -> Float[Array, "b h t s"]:
-    """softmax(Q K^T / sqrt(d_k)) of paper eq. 1, in at least float32.
+def masked_softmax(scores: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
+    """Return the softmax over the last axis, exactly 0 where the mask is False.
 
-    Where the mask is False the weight is exactly 0; a query that may attend to nothing has only zeros, never NaN.
+    A row that may attend to nothing is all zeros, never NaN.
+    """
+    if mask is None:
+        return jax.nn.softmax(scores)
+    # A finite number instead of -inf: a row of -inf would give NaN here and in the gradient.
+    return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min)), 0)
+
+
+def attention_weights(
+    query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], mask: Bool[Array, "#b #h #t s"] | None = None
+) -> Float[Array, "b h t s"]:
+    """Compute softmax(Q K^T / sqrt(d_k)), the weights of paper equation 1, in at least float32.
+
+    Args:
+        query: Queries of each head.
+        key: Keys of each head.
+        mask: True = may attend. None: every query may attend to every key.
+
+    Returns:
+        The weights. They are exactly 0 where the mask is False; a query that may attend to nothing has only zeros.
     """
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("bthd,bshd->bhts", query, key, preferred_element_type=dtype) / math.sqrt(query.shape[-1])
-    if mask is None:
-        return jax.nn.softmax(scores)
-    # A finite number and not -inf: a row of -inf would give NaN here and in the gradient.
-    return jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(dtype).min)), 0)
+    return masked_softmax(scores, mask)
 
 
 def weighted_sum(weights: Float[Array, "b h t s"], value: Float[Array, "b s h d_v"]) -> Float[Array, "b t h d_v"]:
-    """The second product of paper eq. 1, in the dtype of the values."""
+    """Multiply attention weights by the values, the second product of paper equation 1, in the dtype of the values."""
     return jnp.einsum("bhts,bshd->bthd", weights.astype(value.dtype), value)
 
 
@@ -40,12 +55,18 @@ def scaled_dot_product_attention(
     mask: Bool[Array, "#b #h #t s"] | None = None,
     kernel: AttentionKernel = "xla",
 ) -> Float[Array, "b t h d_v"]:
-    """softmax(Q K^T / sqrt(d_k)) V   (paper eq. 1). A row that may attend to nothing gives zeros, never NaN.
+    """Compute softmax(Q K^T / sqrt(d_k)) V (paper equation 1).
 
     Args:
-        query, key, value, mask: as in the paper; True = may attend.
-        kernel: xla: the two functions above. auto: where `fits_cudnn`, NVIDIA's fused kernel, which never writes the
-            weights to memory.
+        query: Queries of each head.
+        key: Keys of each head.
+        value: Values of each head.
+        mask: True = may attend. None: every query may attend to every key.
+        kernel: `xla` calls `attention_weights` and `weighted_sum`. `auto` calls NVIDIA's fused kernel where
+            `fits_cudnn`, which never writes the weights to memory.
+
+    Returns:
+        The attended values. A query that may attend to nothing gives zeros, never NaN.
 
     >>> scaled_dot_product_attention(jnp.zeros((1, 1, 1, 2)), jnp.zeros((1, 2, 1, 2)), jnp.array([[[[1.0]], [[3.0]]]]))
     Array([[[[2.]]]], dtype=float32)
@@ -58,11 +79,11 @@ def scaled_dot_product_attention(
 def fits_cudnn(
     query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], value: Float[Array, "b s h d_v"]
 ) -> bool:
-    """Whether cuDNN's kernel is there (NVIDIA GPUs since Ampere) and computes these dtypes and widths of heads."""
+    """Return whether cuDNN's kernel is available (NVIDIA GPUs since Ampere) and supports these dtypes and widths."""
     device = jax.devices()[0]
-    is_there = "NVIDIA" in device.device_kind and float(device.compute_capability) >= 8
+    is_available = "NVIDIA" in device.device_kind and float(device.compute_capability) >= 8
     is_bfloat16 = all(array.dtype == jnp.bfloat16 for array in (query, key, value))
-    return is_there and is_bfloat16 and query.shape[3] == value.shape[3] <= 128 and query.shape[3] % 8 == 0
+    return is_available and is_bfloat16 and query.shape[3] == value.shape[3] <= 128 and query.shape[3] % 8 == 0
 
 
 def _fused_attention(
@@ -72,41 +93,58 @@ def _fused_attention(
     mask: Bool[Array, "#b #h #t s"] | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "b t h d_v"]:
-    """As above, by one function of JAX, which spreads the weights of a row that may attend to nothing evenly."""
+    """Compute attention by one JAX function, and zero the queries that may attend to nothing.
+
+    The JAX function spreads the weights of such a query evenly.
+    """
     t, s = query.shape[1], key.shape[1]
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], t, s))
-    # The kernel's gradient is for even lengths alone.
+    # The gradient of the kernel requires even lengths.
     query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, t % 2), (0, s % 2)))
-    found = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
+    output = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
     attends = jnp.any(mask, axis=-1, keepdims=True)  # #b #h t 1
-    return jnp.where(jnp.swapaxes(attends, 1, 2), found, 0)[:, :t]
+    return jnp.where(jnp.swapaxes(attends, 1, 2), output, 0)[:, :t]
 
 
 class MultiHeadAttention(nn.Module):
-    """Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V)   (paper section 3.2.2).
+    """Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V) (paper section 3.2.2).
+
+    `d_k` and `d_v` default to d_model / num_heads, as in the paper.
 
     Parameters: `query`, `key` [d_model, h, d_k], `value` [d_model, h, d_v], `output` [h, d_v, d_model].
+
+    >>> attention = MultiHeadAttention(d_model=8, num_heads=2)
+    >>> x = jnp.ones((1, 3, 8))
+    >>> params = attention.init(jax.random.key(0), x)["params"]
+    >>> attention.apply({"params": params}, x).shape
+    (1, 3, 8)
     """
 
     d_model: int
     num_heads: int
-    d_k: int
-    d_v: int
+    d_k: int | None = None
+    d_v: int | None = None
     use_bias: bool = False
     dropout_rate: float = 0.0
     kernel: AttentionKernel = "xla"
     initialization: Initialization = "tensor2tensor"
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    dtype: DTypeLike = "float32"
+    param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
-        qk_width, v_width = self.num_heads * self.d_k, self.num_heads * self.d_v
-        fused_width = 2 * qk_width + v_width
+        if None in (self.d_k, self.d_v) and self.d_model % self.num_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} does not divide d_model={self.d_model}. "
+                "Set num_heads to a divisor, or set d_k and d_v."
+            )
+        d_k, d_v = (self.d_model // self.num_heads if size is None else size for size in (self.d_k, self.d_v))
+        qk_width, v_width = self.num_heads * d_k, self.num_heads * d_v
 
         def projection(d_head: int) -> nn.DenseGeneral:
-            init = attention_initializer(self.initialization, self.d_model, self.num_heads * d_head, fused_width)
+            width, fused_width = self.num_heads * d_head, 2 * qk_width + v_width
+            init = attention_initializer(self.initialization, self.d_model, width, fused_width)
             return nn.DenseGeneral(
                 (self.num_heads, d_head),
                 use_bias=self.use_bias,
@@ -115,12 +153,13 @@ class MultiHeadAttention(nn.Module):
                 param_dtype=self.param_dtype,
             )
 
-        self.query, self.key, self.value = projection(self.d_k), projection(self.d_k), projection(self.d_v)
+        self.query, self.key, self.value = projection(d_k), projection(d_k), projection(d_v)
+        init = xavier_uniform(v_width, self.d_model)
         self.output = nn.DenseGeneral(
             self.d_model,
             axis=(-2, -1),
             use_bias=self.use_bias,
-            kernel_init=xavier_uniform(v_width, self.d_model),
+            kernel_init=init,
             dtype=self.dtype,
             param_dtype=self.param_dtype,
         )
@@ -128,13 +167,30 @@ class MultiHeadAttention(nn.Module):
 
     def __call__(
         self,
-        x: Float[Array, "b t d_model"],
-        memory: Float[Array, "b s d_model"],
+        x: Float[Array, "*b t d_model"],
+        memory: Float[Array, "*b s d_model"] | None = None,
         mask: Bool[Array, "#b #h #t s"] | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """Queries from `x`, keys and values from `memory` (for self-attention, `x` again)."""
+        """Attend from `x` to `memory`.
+
+        Args:
+            x: Where queries come from.
+            memory: Where keys and values come from. None: `x`, which is self-attention.
+            mask: True = may attend. None: every query may attend to every key.
+            deterministic: Turn dropout of the attention weights off.
+
+        Raises:
+            ValueError: `x` or `memory` is not of shape [batch, length, d_model].
+        """
+        memory = x if memory is None else memory
+        for name, array in (("x", x), ("memory", memory)):
+            if array.ndim != 3 or array.shape[2] != self.d_model:
+                raise ValueError(
+                    f"{name} has shape {list(array.shape)}; [batch, length, d_model={self.d_model}] is needed. "
+                    f"Add the batch axis of a single sequence with {name}[None]."
+                )
         query, key, value = self.query(x), self.key(memory), self.value(memory)
         has_dropout = self.dropout_rate > 0 and not deterministic
         if self.kernel == "auto" and not has_dropout and fits_cudnn(query, key, value):
@@ -143,10 +199,7 @@ class MultiHeadAttention(nn.Module):
         return self.output(weighted_sum(weights, value))
 
     def weights(
-        self,
-        query: Float[Array, "b t h d_k"],
-        key: Float[Array, "b s h d_k"],
-        mask: Bool[Array, "#b #h #t s"] | None,
+        self, query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], mask: Bool[Array, "#b #h #t s"] | None
     ) -> Float[Array, "b h t s"]:
-        """`attention_weights` as a method, so that `transformer.attention_maps` can look at what it returns."""
+        """Return `attention_weights`, as a method so that `transformer.attention_maps` can capture its result."""
         return attention_weights(query, key, mask)

@@ -1,46 +1,82 @@
-"""Embeddings and logits (paper section 3.4)."""
+"""Embeddings and the pre-softmax linear transformation (paper section 3.4)."""
 
 import math
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.model.initializers import Initialization, embedding_initializer
+from transformer_jax.types import UserError
 
 
-class OutputWeights(NamedTuple):
-    """The pre-softmax linear transformation."""
+class Unembedding(NamedTuple):
+    """Parameters of the pre-softmax linear transformation."""
 
     table: Float[Array, "v d_model"]
     bias: Float[Array, " v"] | None
 
 
-def logits_from(x: Float[Array, "*positions d_model"], output: OutputWeights) -> Float[Array, "*positions v"]:
-    """x E^T + b, in at least float32."""
+def embed(
+    table: Float[Array, "v d_model"], tokens: Int[Array, "*n"], *, scale: bool, dtype: DTypeLike
+) -> Float[Array, "*n d_model"]:
+    """Return the rows of the table, multiplied by sqrt(d_model) if `scale` (paper section 3.4).
+
+    Raises:
+        UserError: The table or the tokens are sharded over a mesh with Explicit axes.
+    """
+    for array in (table, tokens):
+        mesh = jax.typeof(array).sharding.mesh
+        if any(axis_type == AxisType.Explicit for axis_type in mesh.axis_types):
+            raise UserError(
+                f"the model's inputs are sharded over a mesh with Explicit axes {mesh.axis_names}, but XLA has to find "
+                f"the model's shardings. Pass axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to "
+                "jax.make_mesh, or wrap the call in jax.sharding.auto_axes."
+            )
+    vectors = jnp.take(table, tokens, axis=0).astype(dtype)
+    return vectors * math.sqrt(table.shape[1]) if scale else vectors
+
+
+def mask_start(x: Float[Array, "*n d_model"], positions: Int[Array, "..."]) -> Float[Array, "*n d_model"]:
+    """Replace the vectors at position 0 by zeros, the decoder's first input in tensor2tensor (`decoder_start="zeros"`).
+
+    Args:
+        x: Embedded tokens.
+        positions: The position of each token; broadcasts to the axes of `x` but the last.
+    """
+    return jnp.where((positions == 0)[..., None], jnp.zeros_like(x), x)
+
+
+def unembed(x: Float[Array, "*n d_model"], unembedding: Unembedding) -> Float[Array, "*n v"]:
+    """Return the logits x E^T + b in at least float32."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    logits = jnp.einsum("...d,vd->...v", x, output.table.astype(x.dtype), preferred_element_type=dtype)
-    if output.bias is None:
+    logits = jnp.einsum("...d,vd->...v", x, unembedding.table.astype(x.dtype), preferred_element_type=dtype)
+    if unembedding.bias is None:
         return logits
-    return logits + output.bias.astype(dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    return logits + unembedding.bias.astype(dtype).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Embedding(nn.Module):
-    """A table of `rows` vectors; section 3.4 multiplies by sqrt(d_model) where it embeds, not in the logits."""
+    """A table of one vector per token id, multiplied by sqrt(d_model) on lookup but not in the logits (section 3.4).
+
+    Parameters: `table` [rows, d_model].
+    """
 
     rows: int
     d_model: int
     scale: bool = True
     initialization: Initialization = "tensor2tensor"
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    dtype: DTypeLike = "float32"
+    param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
         init = embedding_initializer(self.initialization, self.rows, self.d_model)
         self.table = self.param("table", init, (self.rows, self.d_model), jnp.dtype(self.param_dtype))
 
     def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
-        """The vectors of the tokens."""
-        vectors = jnp.take(self.table, tokens, axis=0).astype(self.dtype)
-        return vectors * math.sqrt(self.d_model) if self.scale else vectors
+        """Return the vectors of the tokens."""
+        return embed(self.table, tokens, scale=self.scale, dtype=self.dtype)

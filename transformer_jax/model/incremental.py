@@ -1,6 +1,8 @@
 """The decoder one position at a time, with a cache of keys and values, in float32, bfloat16 or int8 weights."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,64 +11,73 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from transformer_jax.config import ModelConfig, StackSize
+from transformer_jax.model.attention import masked_softmax
+from transformer_jax.model.embedding import embed, mask_start
 from transformer_jax.model.feed_forward import activate
+from transformer_jax.model.layers import residual
 from transformer_jax.model.normalization import layer_norm
-from transformer_jax.model.positional import sinusoids
-from transformer_jax.types import Params, UserError
+from transformer_jax.model.positional import position_vectors
+from transformer_jax.types import Params
 
 
 class Int8Matrix(NamedTuple):
-    """W [n, v], nearly: W[i, j] = values[j, i] * scale[j]."""
+    """A matrix W [n, v] rounded to 8 bits: W[i, j] is about values[j, i] * scale[j]."""
 
     values: Int8[Array, "v n"]
-    """-127 to 127. Outputs first: XLA's integer product on CPUs is fast in this layout alone."""
+    """Integers from -127 to 127. Outputs come first: XLA's integer product on CPUs is fast in this layout only."""
     scale: Float[Array, " v"]
 
 
 def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
-    """Symmetric, with a scale for each output (column): no entry is off by more than half its scale.
+    """Round a matrix to 8 bits, symmetrically and with one scale per output (column).
+
+    The error of an entry is at most half the scale of its column.
 
     >>> quantize(jnp.array([[0.5, 0.0], [-1.27, 0.0]])).values.tolist()
     [[50, -127], [0, 0]]
     """
     matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
-    values, scale = _rounded(matrix.T)
+    values, scale = _round_rows(matrix.T)
     return Int8Matrix(values, scale[:, 0])
 
 
-def times(
+def matmul(
     x: Float[Array, "rows n"], matrix: Float[Array, "n v"] | Int8Matrix, dtype: DTypeLike | None = None
 ) -> Float[Array, "rows v"]:
-    """x W, in `dtype` (None: that of `x`).
+    """Return the product x W.
 
-    For an `Int8Matrix` each row of x is rounded to 8 bits too, with a scale of its own: the products are of integers.
+    Args:
+        x: The left factor. With an `Int8Matrix` each of its rows is rounded to 8 bits with its own scale, so that the
+            product is one of integers.
+        matrix: W.
+        dtype: Type of the result; None: that of `x`.
     """
     dtype = x.dtype if dtype is None else dtype
     if not isinstance(matrix, Int8Matrix):
         return jnp.matmul(x, matrix, preferred_element_type=dtype)
-    values, scale = _rounded(x.astype(matrix.scale.dtype))
-    if alone := len(values) == 1:
-        values = jnp.pad(values, ((0, 1), (0, 0)))  # XLA's fast product on CPUs begins at two rows
+    values, scale = _round_rows(x.astype(matrix.scale.dtype))
+    if is_single := len(values) == 1:
+        values = jnp.pad(values, ((0, 1), (0, 0)))  # XLA's fast integer product on CPUs needs at least two rows
     y = jax.lax.dot_general(values, matrix.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    return ((y[:1] if alone else y).astype(scale.dtype) * scale * matrix.scale[None]).astype(dtype)
+    return ((y[:1] if is_single else y).astype(scale.dtype) * scale * matrix.scale[None]).astype(dtype)
 
 
-def _rounded(rows: Float[Array, "r n"]) -> tuple[Int8[Array, "r n"], Float[Array, "r 1"]]:
-    """Each row as integers from -127 to 127 and what to multiply them by."""
+def _round_rows(rows: Float[Array, "r n"]) -> tuple[Int8[Array, "r n"], Float[Array, "r 1"]]:
+    """Return each row as integers from -127 to 127, and the factor that maps them back."""
     largest = jnp.max(jnp.abs(rows), axis=1, keepdims=True)
     scale = jnp.where(largest > 0, largest / 127, 1)
     return jnp.round(rows / scale).astype(jnp.int8), scale
 
 
 class Linear(NamedTuple):
-    """x W + b."""
+    """Parameters of x W + b."""
 
     matrix: Float[Array, "n v"] | Int8Matrix
     bias: Float[Array, " v"] | None
 
     def __call__(self, x: Float[Array, "rows n"]) -> Float[Array, "rows v"]:
-        """In the dtype of `x`."""
-        y = times(x, self.matrix)
+        """Return x W + b in the dtype of `x`."""
+        y = matmul(x, self.matrix)
         return y if self.bias is None else y + self.bias[None]
 
 
@@ -78,7 +89,7 @@ class Norm(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One decoder layer. The heads of an attention are parts of one matrix: `h * d_k` columns or rows."""
+    """Parameters of one decoder layer. The heads of an attention are `h * d_k` columns or rows of one matrix."""
 
     query_key_value: Linear
     self_output: Linear
@@ -93,20 +104,20 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """All that `decode_step` computes with."""
+    """Every parameter that `decode_step` computes with."""
 
     layers: tuple[LayerWeights, ...]
     final_norm: Norm | None
     embedding: Float[Array, "v d_model"]
     logits: Linear
-    positions: Float[Array, "l d_model"] | None
-    """Learned positions, the offset left out; sinusoids are computed."""
+    positions: Float[Array, "rows d_model"] | None
+    """The learned position table; None: sinusoids are computed."""
 
 
 class PastKeysValues(NamedTuple):
-    """Keys and values of one attention layer, an axis of b * h heads first.
+    """Keys and values of one attention layer, with a leading axis of b * h heads.
 
-    Three axes, as XLA's products on CPUs have them: with four the loop copies the whole cache at each position.
+    There are three axes because XLA's CPU backend copies the complete cache at each position if there are four.
     """
 
     key: Float[Array, "heads n d_k"]
@@ -114,27 +125,28 @@ class PastKeysValues(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What decoding one position needs of those before it: an explicit value, handed in and handed back."""
+    """What decoding a position needs of the positions before it: an explicit value that each step maps to the next."""
 
     position: Int[Array, ""]
-    """Positions decoded so far."""
+    """Number of positions decoded so far."""
     past: tuple[PastKeysValues, ...]
-    """Each layer's self-attention: n = l * k, what hypothesis j wrote at position i stands at i * k + j."""
+    """Keys and values of each self-attention layer, n = capacity * k: hypothesis j wrote position i at index
+    i * k + j."""
     ancestry: Int[Array, "b k l"]
-    """Which hypothesis of the beam wrote position i of this one; -1 where nothing is written yet."""
+    """Which hypothesis of the beam wrote each position of each hypothesis; -1 where nothing is written yet."""
     cross: tuple[PastKeysValues, ...]
-    """Each layer's keys and values of the encoder's output, n = s: they never change."""
+    """Keys and values of the encoder's output for each cross-attention layer, n = s. They never change."""
     src_mask: Bool[Array, "b 1 1 s"]
     """Which source positions may be attended to."""
 
 
 def decoder_weights(params: Params, config: ModelConfig, *, int8: bool = False) -> DecoderWeights:
-    """The parameters of a `Transformer`, as a step computes with them.
+    """Convert the parameters of a `Transformer` to the layout of `decode_step`.
 
     Args:
-        params: the tree of the whole model.
-        config: of the model.
-        int8: matrices rounded to 8 bits (`quantize`); not the embedding, biases and norms.
+        params: Parameter tree of the complete model.
+        config: The model.
+        int8: Round matrices to 8 bits (`quantize`), except the embedding, biases and norms.
     """
     decoder, dtype = params["decoder"], config.dtype
 
@@ -170,9 +182,7 @@ def decoder_weights(params: Params, config: ModelConfig, *, int8: bool = False) 
         final_norm=Norm(**decoder["final_norm"]) if config.final_norm else None,
         embedding=embedding,
         logits=linear(logits),
-        positions=params["target_positions"]["table"][config.position_offset :]
-        if config.positions == "learned"
-        else None,
+        positions=params["target_positions"]["table"] if config.positions == "learned" else None,
     )
 
 
@@ -186,25 +196,21 @@ def init_cache(
     beam_size: int = 1,
     capacity: int | None = None,
 ) -> Cache:
-    """An empty cache of k hypotheses; keys and values of `memory` are computed here.
+    """Return an empty cache for k hypotheses, with the keys and values of `memory`.
 
     Args:
-        weights: see `decoder_weights`.
-        memory: the encoder's output.
-        src_mask: which of it may be attended to.
-        config: of the model.
-        max_length: positions that will be decoded.
-        beam_size: k.
+        weights: Parameters of the decoder.
+        memory: Output of the encoder.
+        src_mask: Which source positions may be attended to.
+        config: The model.
+        max_length: Number of positions that will be decoded.
+        beam_size: k, the number of hypotheses of each sentence.
         capacity: Number of positions to allocate before the cache is resized; None: `max_length`.
 
     Raises:
-        UserError: more positions than the learned table has.
+        UserError: `max_length` exceeds the learned position table.
     """
-    if weights.positions is not None and max_length > len(weights.positions):
-        raise UserError(
-            f"a translation of {max_length} tokens (plus position_offset {config.position_offset}) is longer than the "
-            f"learned position table of model.max_length {config.max_length} rows"
-        )
+    position_vectors(config, max_length, weights.positions)  # raises here, and not when a loop is compiled
     size, (batch, length, _) = config.decoder, memory.shape
     capacity = max_length if capacity is None else capacity
 
@@ -226,13 +232,16 @@ def init_cache(
 
 
 def reorder_cache(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """Row i of the beams becomes what row `rows[i]` was, which is one of the same sentence."""
+    """Return the cache in which row i continues row `rows[i]`, which is a row of the same sentence.
+
+    Only the small ancestry table changes; keys and values stay where they were written.
+    """
     ancestry = cache.ancestry
     return cache._replace(ancestry=ancestry.reshape(len(rows), -1)[rows].reshape(ancestry.shape))
 
 
 def resize_cache(cache: Cache, max_length: int) -> Cache:
-    """The same with room for more positions."""
+    """Return the cache with capacity for `max_length` positions."""
     more = max_length - cache.ancestry.shape[2]
     k = cache.ancestry.shape[1]
     return cache._replace(
@@ -244,23 +253,23 @@ def resize_cache(cache: Cache, max_length: int) -> Cache:
 def decode_step(
     weights: DecoderWeights, tokens: Int[Array, " rows"], cache: Cache, *, config: ModelConfig
 ) -> tuple[Float[Array, "rows v"], Cache]:
-    """Reads one more token a row (the start token first) and gives the logits of the next one, at least float32.
+    """Read one more token per row, the start token first, and return the logits of the next token in at least float32.
 
-    Calls beyond the cache's `max_length` are not noticed: the position is not known when this is compiled.
+    The position is a value that only the compiled program knows, so decoding beyond the cache's capacity is not
+    detected.
 
     Args:
-        weights: see `decoder_weights`.
-        tokens: rows = b * k: row i is hypothesis i % k of sentence i // k.
-        cache: what `init_cache` or the last step gave.
-        config: of the model.
+        weights: Parameters of the decoder.
+        tokens: The last token of each of b * k rows: row i is hypothesis i % k of sentence i // k.
+        cache: The result of `init_cache` or of the previous step.
+        config: The model.
     """
     _, k, length = cache.ancestry.shape
-    x = jnp.take(weights.embedding, tokens, axis=0).astype(config.dtype)
-    if config.scale_embeddings:
-        x *= math.sqrt(config.d_model)
+    x = embed(weights.embedding, tokens, scale=config.scale_embeddings, dtype=config.dtype)
     if config.decoder_start == "zeros":
-        x = jnp.where(cache.position == 0, jnp.zeros_like(x), x)
-    x += jax.lax.dynamic_slice_in_dim(_positions(weights, length, config), cache.position, 1)
+        x = mask_start(x, cache.position[None])
+    positions = position_vectors(config, length, weights.positions)
+    x += jax.lax.dynamic_slice_in_dim(positions, cache.position, 1)
 
     own = jnp.arange(k, dtype=jnp.int32)
     written = jnp.broadcast_to(own[None, :, None], (*cache.ancestry.shape[:2], 1))
@@ -272,20 +281,11 @@ def decode_step(
         x, new = _layer_step(layer, x, layer_past, layer_cross, cache.position, tgt_mask, cache.src_mask, config)
         past.append(new)
     if weights.final_norm is not None:
-        x = _normed(x, weights.final_norm, config)
-    logits = times(x, weights.logits.matrix, jnp.promote_types(x.dtype, jnp.float32))
+        x = _normalize(weights.final_norm, config)(x)
+    logits = matmul(x, weights.logits.matrix, jnp.promote_types(x.dtype, jnp.float32))
     if weights.logits.bias is not None:
         logits += weights.logits.bias.astype(logits.dtype)[None]
     return logits, cache._replace(position=cache.position + 1, past=tuple(past), ancestry=ancestry)
-
-
-def _positions(weights: DecoderWeights, length: int, config: ModelConfig) -> Float[Array, "l d_model"]:
-    """At least `length` of them."""
-    if weights.positions is not None:
-        return weights.positions.astype(config.dtype)
-    assert config.positions != "learned"  # for the type checker
-    table = sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset)
-    return jnp.asarray(table, jnp.promote_types(config.dtype, jnp.float32)).astype(config.dtype)
 
 
 def _layer_step(
@@ -298,40 +298,39 @@ def _layer_step(
     src_mask: Bool[Array, "b 1 1 s"],
     config: ModelConfig,
 ) -> tuple[Float[Array, "rows d_model"], PastKeysValues]:
-    """One layer at one position; `past` comes back with this position's keys and values in it."""
+    """Apply one layer at one position, and return `past` with the keys and values of this position."""
     size, (batch, _, k, _) = config.decoder, tgt_mask.shape
-    pre = config.norm_position == "pre"
 
-    def enter(x: Array, norm: Norm) -> Array:
-        return _normed(x, norm, config) if pre else x
+    def attend_to_target(y: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
+        nonlocal past
+        width = size.num_heads * size.d_k
+        projected = layer.query_key_value(y).reshape(batch, k, -1)
+        query, key, value = (_by_head(part, size) for part in jnp.split(projected, [width, 2 * width], axis=2))
+        past = PastKeysValues(
+            jax.lax.dynamic_update_slice_in_dim(past.key, key, position * k, 1),
+            jax.lax.dynamic_update_slice_in_dim(past.value, value, position * k, 1),
+        )
+        return layer.self_output(_attend(query, past, tgt_mask))
 
-    def leave(x: Array, output: Array, norm: Norm) -> Array:
-        return x + output if pre else _normed(x + output, norm, config)
+    def attend_to_memory(y: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
+        query = _by_head(layer.cross_query(y).reshape(batch, k, -1), size)
+        return layer.cross_output(_attend(query, cross, src_mask))
 
-    flat = layer.query_key_value(enter(x, layer.self_norm)).reshape(batch, k, -1)
-    width = size.num_heads * size.d_k
-    query, key, value = (_by_head(part, size) for part in jnp.split(flat, [width, 2 * width], axis=2))
-    past = PastKeysValues(
-        jax.lax.dynamic_update_slice_in_dim(past.key, key, position * k, 1),
-        jax.lax.dynamic_update_slice_in_dim(past.value, value, position * k, 1),
-    )
-    x = leave(x, layer.self_output(_attend(query, past, tgt_mask)), layer.self_norm)
+    def feed_forward(y: Float[Array, "rows d_model"]) -> Float[Array, "rows d_model"]:
+        return layer.outer(activate(layer.inner(y), config.activation))
 
-    query = _by_head(layer.cross_query(enter(x, layer.cross_norm)).reshape(batch, k, -1), size)
-    x = leave(x, layer.cross_output(_attend(query, cross, src_mask)), layer.cross_norm)
-
-    hidden = activate(layer.inner(enter(x, layer.feed_forward_norm)), config.activation)
-    return leave(x, layer.outer(hidden), layer.feed_forward_norm), past
+    x = residual(x, attend_to_target, _normalize(layer.self_norm, config), config.norm_position)
+    x = residual(x, attend_to_memory, _normalize(layer.cross_norm, config), config.norm_position)
+    return residual(x, feed_forward, _normalize(layer.feed_forward_norm, config), config.norm_position), past
 
 
 def _attend(
     query: Float[Array, "heads k d_k"], past: PastKeysValues, mask: Bool[Array, "b 1 #k n"]
 ) -> Float[Array, "rows width"]:
-    """Paper eq. 1, and the heads' results side by side. All masked: zeros."""
+    """Compute paper equation 1 in the layout of the cache, and concatenate the heads."""
     dtype, (heads, k, d_k), batch = jnp.promote_types(query.dtype, jnp.float32), query.shape, len(mask)
     scores = jnp.einsum("hkd,hnd->hkn", query, past.key, preferred_element_type=dtype) / math.sqrt(d_k)
-    scores = scores.reshape(batch, heads // batch, k, -1)
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(dtype).min)), 0)
+    weights = masked_softmax(scores.reshape(batch, heads // batch, k, -1), mask)
     y = jnp.einsum("hkn,hnd->hkd", weights.astype(past.value.dtype).reshape(heads, k, -1), past.value)
     return jnp.swapaxes(y.reshape(batch, heads // batch, k, -1), 1, 2).reshape(batch * k, -1)
 
@@ -341,5 +340,8 @@ def _by_head(x: Float[Array, "b n width"], size: StackSize) -> Float[Array, "hea
     return jnp.swapaxes(x.reshape(batch, n, size.num_heads, -1), 1, 2).reshape(batch * size.num_heads, n, -1)
 
 
-def _normed(x: Float[Array, "rows d_model"], norm: Norm, config: ModelConfig) -> Float[Array, "rows d_model"]:
-    return layer_norm(x, norm.scale, norm.bias, config.norm_epsilon, config.norm_variant)
+def _normalize(norm: Norm, config: ModelConfig) -> Callable[[Float[Array, "..."]], Float[Array, "..."]]:
+    """Return the LayerNorm with these parameters as a function."""
+    return partial(
+        layer_norm, scale=norm.scale, bias=norm.bias, epsilon=config.norm_epsilon, variant=config.norm_variant
+    )

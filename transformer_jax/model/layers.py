@@ -1,6 +1,8 @@
 """The layers of the two stacks and the stacks (paper section 3.1)."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -14,7 +16,7 @@ from transformer_jax.model.normalization import LayerNorm
 
 
 def make_attention(config: ModelConfig, size: StackSize) -> MultiHeadAttention:
-    """An attention sub-layer as the config says."""
+    """Return the attention sub-layer of a configuration."""
     return MultiHeadAttention(
         d_model=config.d_model,
         num_heads=size.num_heads,
@@ -30,7 +32,7 @@ def make_attention(config: ModelConfig, size: StackSize) -> MultiHeadAttention:
 
 
 def make_feed_forward(config: ModelConfig, size: StackSize) -> FeedForward:
-    """A feed-forward sub-layer as the config says."""
+    """Return the feed-forward sub-layer of a configuration."""
     return FeedForward(
         d_model=config.d_model,
         d_ff=size.d_ff,
@@ -42,36 +44,48 @@ def make_feed_forward(config: ModelConfig, size: StackSize) -> FeedForward:
 
 
 def make_norm(config: ModelConfig) -> LayerNorm:
-    """A LayerNorm as the config says."""
+    """Return the LayerNorm of a configuration."""
     return LayerNorm(config.norm_epsilon, config.norm_variant, config.param_dtype)
 
 
-class SublayerConnection(nn.Module):
-    """What stands around a sub-layer: a layer calls `enter`, its sub-layer, then `leave`.
+def residual(
+    x: Float[Array, "..."],
+    sublayer: Callable[[Float[Array, "..."]], Float[Array, "..."]],
+    norm: Callable[[Float[Array, "..."]], Float[Array, "..."]],
+    norm_position: Literal["post", "pre"],
+    dropout: Callable[[Float[Array, "..."]], Float[Array, "..."]] = lambda y: y,
+) -> Float[Array, "..."]:
+    """Apply a sub-layer with its residual connection, LayerNorm and dropout.
 
-    post-norm    LayerNorm(x + Dropout(Sublayer(x)))    the paper, sections 3.1 and 5.4
-    pre-norm     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
+        post    LayerNorm(x + Dropout(Sublayer(x)))    paper sections 3.1 and 5.4
+        pre     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
+
+    Training (`SublayerConnection`) and incremental decoding (`model.incremental`) both call this function.
     """
+    if norm_position == "pre":
+        return x + dropout(sublayer(norm(x)))
+    return norm(x + dropout(sublayer(x)))
+
+
+class SublayerConnection(nn.Module):
+    """The residual connections of a layer, with their dropout; see `residual`."""
 
     config: ModelConfig
 
     def setup(self) -> None:
         self.dropout = nn.Dropout(self.config.residual_dropout)
 
-    def enter(self, x: Float[Array, "b t d_model"], norm: LayerNorm) -> Float[Array, "b t d_model"]:
-        """What the sub-layer reads."""
-        return norm(x) if self.config.norm_position == "pre" else x
-
-    def leave(
+    def __call__(
         self,
         x: Float[Array, "b t d_model"],
-        output: Float[Array, "b t d_model"],
+        sublayer: Callable[[Float[Array, "b t d_model"]], Float[Array, "b t d_model"]],
         norm: LayerNorm,
         deterministic: bool,
     ) -> Float[Array, "b t d_model"]:
-        """Dropout, residual and, post-norm, LayerNorm."""
-        total = x + self.dropout(output, deterministic=deterministic)
-        return total if self.config.norm_position == "pre" else norm(total)
+        """Apply a sub-layer with its residual connection."""
+        return residual(
+            x, sublayer, norm, self.config.norm_position, lambda y: self.dropout(y, deterministic=deterministic)
+        )
 
 
 class EncoderLayer(nn.Module):
@@ -94,13 +108,21 @@ class EncoderLayer(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
-        """One layer of the encoder."""
-        y = self.connection.enter(x, self.self_attention_norm)
-        y = self.self_attention(y, y, src_mask, deterministic=deterministic)
-        x = self.connection.leave(x, y, self.self_attention_norm, deterministic)
-        y = self.connection.enter(x, self.feed_forward_norm)
-        y = self.feed_forward(y, deterministic=deterministic)
-        return self.connection.leave(x, y, self.feed_forward_norm, deterministic)
+        """Apply one layer of the encoder.
+
+        Args:
+            x: Output of the layer below.
+            src_mask: Which source positions may be attended to; None: all.
+            deterministic: Turn dropout off.
+        """
+
+        def attend(y: Float[Array, "b s d_model"]) -> Float[Array, "b s d_model"]:
+            return self.self_attention(y, y, src_mask, deterministic=deterministic)
+
+        x = self.connection(x, attend, self.self_attention_norm, deterministic)
+        return self.connection(
+            x, partial(self.feed_forward, deterministic=deterministic), self.feed_forward_norm, deterministic
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -127,26 +149,37 @@ class DecoderLayer(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """One layer of the decoder, all positions at once."""
-        y = self.connection.enter(x, self.self_attention_norm)
-        y = self.self_attention(y, y, tgt_mask, deterministic=deterministic)
-        x = self.connection.leave(x, y, self.self_attention_norm, deterministic)
-        y = self.connection.enter(x, self.cross_attention_norm)
-        y = self.cross_attention(y, memory, src_mask, deterministic=deterministic)
-        x = self.connection.leave(x, y, self.cross_attention_norm, deterministic)
-        y = self.connection.enter(x, self.feed_forward_norm)
-        y = self.feed_forward(y, deterministic=deterministic)
-        return self.connection.leave(x, y, self.feed_forward_norm, deterministic)
+        """Apply one layer of the decoder to all positions at once.
+
+        Args:
+            x: Output of the layer below.
+            memory: Output of the encoder.
+            tgt_mask: Which target positions each target position may attend to; None: all.
+            src_mask: Which source positions may be attended to; None: all.
+            deterministic: Turn dropout off.
+        """
+
+        def attend_to_target(y: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
+            return self.self_attention(y, y, tgt_mask, deterministic=deterministic)
+
+        def attend_to_memory(y: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
+            return self.cross_attention(y, memory, src_mask, deterministic=deterministic)
+
+        x = self.connection(x, attend_to_target, self.self_attention_norm, deterministic)
+        x = self.connection(x, attend_to_memory, self.cross_attention_norm, deterministic)
+        return self.connection(
+            x, partial(self.feed_forward, deterministic=deterministic), self.feed_forward_norm, deterministic
+        )
 
 
-# What `remat` keeps inside a layer; None: nothing.
+# What `remat` stores for the backward pass inside a layer; None: nothing.
 _REMAT_POLICIES = {"layers": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
 def _run_stack(
     stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], inputs: tuple[Any, ...], deterministic: bool
 ) -> Float[Array, "b t d_model"]:
-    """x through the layers one after the other; `inputs` is what each of them gets besides."""
+    """Apply the layers of a stack to x, each with the same `inputs`."""
     config = stack.config
 
     def run_layer(layer: EncoderLayer | DecoderLayer, x: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
@@ -164,14 +197,18 @@ def _run_stack(
 def _scan_stack(
     stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], run_layer: Any, deterministic: bool
 ) -> Float[Array, "b t d_model"]:
-    """The layers as one loop over their parameters, which are put side by side for it: compiled once for all layers."""
+    """Apply the layers as one loop over their stacked parameters, so that a layer is compiled once.
+
+    `nn.scan` would store the parameters stacked. Stacking them here keeps one parameter tree for both ways, so that a
+    checkpoint loads with `scan_layers` on or off.
+    """
     layers = stack.layer
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer.variables["params"] for layer in layers))
     keys = None if deterministic else jax.random.split(stack.make_rng("dropout"), len(layers))
     layer = type(layers[0])(stack.config, parent=None)
 
-    def advance(x: Float[Array, "b t d_model"], of_layer: Any) -> tuple[Float[Array, "b t d_model"], None]:
-        layer_params, key = of_layer
+    def advance(x: Float[Array, "b t d_model"], xs: Any) -> tuple[Float[Array, "b t d_model"], None]:
+        layer_params, key = xs
         rngs = {} if key is None else {"dropout": key}
         out = layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs)
         return out, None  # type: ignore[return-value]  # a tuple only with mutable collections
@@ -198,7 +235,7 @@ class Encoder(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
-        """From embedded source to memory."""
+        """Map the embedded source to the encoder's output, `memory`."""
         x = _run_stack(self, x, (src_mask,), deterministic)
         return self.final_norm(x) if self.config.final_norm else x
 
@@ -222,6 +259,6 @@ class Decoder(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """All positions at once."""
+        """Map the embedded target, all positions at once, to the hidden states that logits are computed from."""
         x = _run_stack(self, x, (memory, tgt_mask, src_mask), deterministic)
         return self.final_norm(x) if self.config.final_norm else x

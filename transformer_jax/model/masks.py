@@ -1,19 +1,23 @@
-"""Who may attend to whom (paper section 3.2.3). True = may attend; masks broadcast to `b h t s`."""
+"""Masks of attention (paper section 3.2.3). True = may attend; masks broadcast to `b h t s`."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
 def padding_mask(tokens: Int[Array, "b s"], pad_id: int) -> Bool[Array, "b 1 1 s"]:
-    """Every query may attend to every key that is not padding.
+    """Let every query attend to every key that is not padding.
 
     padding_mask([[5, 6, PAD]], PAD)[0, 0] is  1 1 0
+
+    Args:
+        tokens: Token ids of the keys.
+        pad_id: Padding.
     """
     return (tokens != pad_id)[:, None, None, :]
 
 
 def causal_mask(length: int) -> Bool[Array, "1 1 t t"]:
-    """A position may attend to itself and to what stands before it (row = query, column = key).
+    """Let each position attend to itself and to earlier positions (row = query, column = key).
 
     causal_mask(3)[0, 0] is  1 0 0
                              1 1 0
@@ -23,11 +27,17 @@ def causal_mask(length: int) -> Bool[Array, "1 1 t t"]:
 
 
 def target_mask(tgt_in: Int[Array, "b t"], pad_id: int) -> Bool[Array, "b 1 t t"]:
-    """Causal, and padding is hidden; but the first key is the start token, even where its id is that of the padding.
+    """Let each position attend to itself and to earlier positions that are not padding.
+
+    The first key is the start token and may always be attended to, even if its id is that of the padding.
 
     target_mask([[BOS, 5, PAD]], PAD)[0, 0] is  1 0 0
                                                 1 1 0
                                                 1 1 0
+
+    Args:
+        tgt_in: Token ids that the decoder reads.
+        pad_id: Padding.
     """
     length = tgt_in.shape[1]
     is_start = (jnp.arange(length) == 0)[None, None, None, :]
@@ -35,11 +45,15 @@ def target_mask(tgt_in: Int[Array, "b t"], pad_id: int) -> Bool[Array, "b 1 t t"
 
 
 def segment_mask(queries: Int[Array, "b t"], keys: Int[Array, "b s"]) -> Bool[Array, "b 1 t s"]:
-    """A packed row: each pair sees itself alone; padding, segment 0, neither sees nor is seen.
+    """Let each sentence of a packed row attend only to its own sentence; padding, segment 0, attends to nothing.
 
     segment_mask([[1, 2, 2, 0]], [[1, 1, 2, 0]])[0, 0] is  1 1 0 0
                                                            0 0 1 0
                                                            0 0 1 0
                                                            0 0 0 0
+
+    Args:
+        queries: Segment of each query, from 1; 0 for padding.
+        keys: Segment of each key, from 1; 0 for padding.
     """
     return ((queries[:, :, None] == keys[:, None, :]) & (keys != 0)[:, None, :])[:, None]

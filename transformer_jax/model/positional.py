@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import normal
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from transformer_jax.config import ModelConfig
@@ -20,21 +21,27 @@ def sinusoids(
     exponent: Literal["paper", "tensor2tensor"] = "paper",
     offset: int = 0,
 ) -> Float[np.ndarray, "{length} {d_model}"]:
-    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos of the same, pos counted from `offset`.
+    """Return PE(pos, 2i) = sin(pos / 10000^(2i / d_model)) and PE(pos, 2i + 1) = cos(pos / 10000^(2i / d_model)).
 
     Args:
-        length: rows of the table.
-        d_model: columns; even.
-        layout: `halves` puts all sines first, then all cosines (tensor2tensor, fairseq, Marian).
-        exponent: `tensor2tensor` has i / (d_model / 2 - 1) for 2i / d_model (tensor2tensor, fairseq).
-        offset: number of the first position.
+        length: Number of positions.
+        d_model: Width of the table; even.
+        layout: `interleaved` alternates sines and cosines, as in the paper. `halves` puts all sines before all cosines
+            (tensor2tensor, fairseq, Marian).
+        exponent: `tensor2tensor` replaces 2i / d_model by i / (d_model / 2 - 1) (tensor2tensor, fairseq).
+        offset: Number of the first position.
 
     Returns:
-        The table in float64, made by NumPy: it is a constant of the compiled program.
+        The table in float64, computed by NumPy: it is a constant of the compiled program.
+
+    Raises:
+        ValueError: `d_model` is odd.
 
     >>> sinusoids(2, 4).round(3).tolist()
     [[0.0, 1.0, 0.0, 1.0], [0.841, 0.54, 0.01, 1.0]]
     """
+    if d_model % 2:
+        raise ValueError(f"d_model={d_model} is odd; sinusoids come in pairs of sine and cosine. Use an even d_model.")
     i = np.arange(d_model // 2)
     powers = 2 * i / d_model if exponent == "paper" else i / (d_model // 2 - 1)
     angles = np.arange(offset, offset + length)[:, None] / 10000.0 ** powers[None, :]
@@ -43,7 +50,7 @@ def sinusoids(
 
 
 def segment_positions(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
-    """The position of each token in its own sentence, from 0 on, where a row holds several; 0 for padding.
+    """Return the position of each token in its own sentence of a packed row, from 0; 0 for padding.
 
     >>> segment_positions(jnp.array([[1, 1, 2, 2, 2, 0, 0]])).tolist()
     [[0, 1, 0, 1, 2, 0, 0]]
@@ -54,34 +61,74 @@ def segment_positions(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
     return jnp.where(segments == 0, 0, index - start)
 
 
+def first_positions(table: Float[Array, "rows d_model"], length: int, offset: int) -> Float[Array, "t d_model"]:
+    """Return the vectors of the first `length` positions of a learned position table.
+
+    Args:
+        table: The learned vectors.
+        length: Number of positions.
+        offset: Row of the first position.
+
+    Raises:
+        UserError: The table has fewer rows.
+    """
+    if length + offset > len(table):
+        raise UserError(
+            f"a sequence of {length} tokens (plus position_offset {offset}) is longer than the learned position table "
+            f"of model.max_length {len(table)} rows. Shorten the sequence, or train with a larger model.max_length."
+        )
+    return table[offset : offset + length]
+
+
+def position_vectors(
+    config: ModelConfig, length: int, learned: Float[Array, "rows d_model"] | None = None
+) -> Float[Array, "t d_model"]:
+    """Return the vectors of the first `length` positions in the dtype that the model computes in.
+
+    Args:
+        config: The model.
+        length: Number of positions.
+        learned: The learned position table, if `config.positions` is `learned`.
+
+    Raises:
+        UserError: The learned table has fewer rows.
+    """
+    if config.positions == "learned":
+        assert learned is not None  # a model with learned positions has a table
+        return first_positions(learned, length, config.position_offset).astype(config.dtype)
+    table = sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset)
+    return jnp.asarray(table, jnp.promote_types(config.dtype, jnp.float32)).astype(config.dtype)
+
+
 class LearnedPositions(nn.Module):
-    """A learned vector for each position (paper Table 3, row E)."""
+    """A learned vector for each position (paper Table 3, row E).
+
+    Parameters: `table` [max_length, d_model].
+    """
 
     max_length: int
     d_model: int
     offset: int = 0
-    param_dtype: str = "float32"
+    param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
-        self.table = self.param(
-            "table", normal(self.d_model**-0.5), (self.max_length, self.d_model), jnp.dtype(self.param_dtype)
-        )
+        init, shape = normal(self.d_model**-0.5), (self.max_length, self.d_model)
+        self.table = self.param("table", init, shape, jnp.dtype(self.param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "t d_model"]:
-        """The first `length` positions.
+        """Return the vectors of the first `length` positions.
 
         Raises:
-            UserError: the table has fewer rows.
+            UserError: The table has fewer rows.
         """
-        if length + self.offset > self.max_length:
-            raise UserError(
-                f"a sequence of {length} tokens (plus position_offset {self.offset}) is longer than the learned "
-                f"position table of model.max_length {self.max_length} rows"
-            )
-        return self.table[self.offset : self.offset + length]
+        return first_positions(self.table, length, self.offset)
 
     def at(self, positions: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
-        """The vectors of these positions; one beyond the table is NaN."""
+        """Return the vectors of these positions.
+
+        Positions are values that only the compiled program knows, so a position beyond the table gives NaN. Batches of
+        packed sentences are checked where they are made.
+        """
         return jnp.take(self.table, positions + self.offset, axis=0, mode="fill")
 
 

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.model.embedding import Embedding, OutputWeights, logits_from
+from transformer_jax.model.embedding import Embedding, Unembedding, mask_start, unembed
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
 from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
-from transformer_jax.model.positional import LearnedPositions, segment_positions, sinusoids
+from transformer_jax.model.positional import LearnedPositions, position_vectors, segment_positions
 from transformer_jax.types import Params, UserError
 
 
 class Transformer(nn.Module):
-    """Encoder, decoder, embeddings and logits, as a `ModelConfig` says.
+    """The encoder-decoder model of Figure 1, with every choice that its `ModelConfig` names.
+
+    Args:
+        config: The model's sizes and choices.
 
     >>> model = Transformer(ModelConfig(vocab_size=11, d_model=8, num_heads=2, d_ff=16, num_layers=1))
     >>> src, tgt_in = jnp.array([[5, 6, 2]]), jnp.array([[1, 7]])
@@ -65,16 +68,24 @@ class Transformer(nn.Module):
         tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
-        """Logits of the next token at each target position. Masks default to those that follow from `pad_id`.
+        """Return the logits of the next token at each target position.
 
-        With segments a row holds several pairs, as in a packed `Batch`: they make the masks, and each pair's positions
-        start at 0. With `deterministic=False` dropout is on and needs `rngs={"dropout": key}`.
+        Args:
+            src: Source token ids, ending with EOS, then padding.
+            tgt_in: Target token ids that the decoder reads, beginning with the start token.
+            src_mask: Which source positions may be attended to. None: those that are not padding.
+            tgt_mask: Which target positions each target position may attend to. None: `target_mask`.
+            src_segments: Sentence number of each source token of packed rows, from 1; 0 for padding. Segments define
+                the masks, and each sentence's positions start at 0.
+            tgt_segments: Sentence number of each target token of packed rows.
+            deterministic: Turn dropout off. With False, pass `rngs={"dropout": key}`.
 
         Raises:
-            ValueError: segments of one side alone, or masks beside them.
+            ValueError: Segments are given for one side only, or together with masks.
+            UserError: A sequence is longer than the learned position table, or the mesh has Explicit axes.
         """
         masks = {"src_mask": src_mask, "tgt_mask": tgt_mask, "src_segments": src_segments, "tgt_segments": tgt_segments}
-        return logits_from(*self.hidden_states(src, tgt_in, **masks, deterministic=deterministic))
+        return unembed(*self.hidden_states(src, tgt_in, **masks, deterministic=deterministic))
 
     def hidden_states(
         self,
@@ -86,21 +97,24 @@ class Transformer(nn.Module):
         src_segments: Int[Array, "b s"] | None = None,
         tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
-    ) -> tuple[Float[Array, "b t d_model"], OutputWeights]:
-        """The decoder's output and what makes logits of it: as a call, for a loss that makes them a part at a time."""
+    ) -> tuple[Float[Array, "b t d_model"], Unembedding]:
+        """Return the decoder's output and the unembedding, for a loss that computes the logits in chunks.
+
+        The arguments are those of a call.
+        """
         if (src_segments is None) != (tgt_segments is None):
-            raise ValueError("segments of one side alone: a packed batch has them on both")
+            raise ValueError("segments are given for one side only. Pass both src_segments and tgt_segments.")
         if src_segments is not None and (src_mask is not None or tgt_mask is not None):
-            raise ValueError("masks and segments: a packed batch's segments make its masks")
+            raise ValueError("masks and segments are given together. Leave the masks out: segments define them.")
         memory = self.encode(src, src_mask=src_mask, segments=src_segments, deterministic=deterministic)
         if src_segments is not None and tgt_segments is not None:
             src_mask = segment_mask(tgt_segments, src_segments)
         elif src_mask is None:
             src_mask = padding_mask(src, self.config.pad_id)
-        x = self.decoder_output(
+        x = self.decode_hidden(
             tgt_in, memory, src_mask, tgt_mask=tgt_mask, segments=tgt_segments, deterministic=deterministic
         )
-        return x, self.output_weights()
+        return x, self.unembedding()
 
     def encode(
         self,
@@ -110,7 +124,7 @@ class Transformer(nn.Module):
         segments: Int[Array, "b s"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
-        """The encoder's output, `memory`."""
+        """Return the encoder's output, `memory`; see `__call__` for the arguments."""
         if src_mask is None:
             src_mask = padding_mask(src, self.config.pad_id) if segments is None else segment_mask(segments, segments)
         x = self._source_embedding(src) + self._positions("source", src.shape[1], segments)
@@ -126,13 +140,16 @@ class Transformer(nn.Module):
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
-        """Logits at every position of `tgt_in`."""
-        x = self.decoder_output(
+        """Return the logits of the next token at each target position, from the encoder's output.
+
+        See `__call__` for the arguments.
+        """
+        x = self.decode_hidden(
             tgt_in, memory, src_mask, tgt_mask=tgt_mask, segments=segments, deterministic=deterministic
         )
-        return self._logits(x)
+        return unembed(x, self.unembedding())
 
-    def decoder_output(
+    def decode_hidden(
         self,
         tgt_in: Int[Array, "b t"],
         memory: Float[Array, "b s d_model"],
@@ -142,7 +159,10 @@ class Transformer(nn.Module):
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """What the logits at every position of `tgt_in` are made of."""
+        """Return the decoder's output at each target position, from the encoder's output.
+
+        See `__call__` for the arguments.
+        """
         length = tgt_in.shape[1]
         if tgt_mask is None and segments is not None:
             tgt_mask = causal_mask(length) & segment_mask(segments, segments)
@@ -172,40 +192,34 @@ class Transformer(nn.Module):
     def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "#b t"]) -> Float[Array, "b t d_model"]:
         x = self._target_table()(tokens)
         if self.config.decoder_start == "zeros":
-            return jnp.where((positions == 0)[:, :, None], jnp.zeros_like(x), x)
+            return mask_start(x, positions)
         return x
 
     def _positions(
         self, side: str, length: int, segments: Int[Array, "b t"] | None = None
     ) -> Float[Array, "#b t d_model"]:
-        """The vectors of positions 0 to length - 1, or of those that `segments` say."""
+        """Return the vectors of positions 0 to length - 1, or of each token's position in its segment."""
         config = self.config
-        positions = None if segments is None else segment_positions(segments)
         if config.positions == "learned":
             learned = self.source_positions if side == "source" else self.target_positions
-            if positions is not None:
-                return learned.at(positions).astype(config.dtype)
-            table = learned(length)
-        else:
-            table = jnp.asarray(
-                sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset),
-                jnp.promote_types(config.dtype, jnp.float32),
-            )
-        table = table.astype(config.dtype)
-        return table[None] if positions is None else jnp.take(table, positions, axis=0)
+            if segments is not None:
+                return learned.at(segment_positions(segments)).astype(config.dtype)
+            return position_vectors(config, length, learned.table)[None]
+        table = position_vectors(config, length)
+        return table[None] if segments is None else jnp.take(table, segment_positions(segments), axis=0)
 
-    def output_weights(self) -> OutputWeights:
-        """What makes logits of the decoder's output."""
+    def unembedding(self) -> Unembedding:
+        """Return the parameters that map the decoder's output to logits."""
         is_tied = self.config.tie_embeddings != "none"
         table = self._target_table().table if is_tied else self.output_projection.kernel.T
-        return OutputWeights(table, self.logits_bias if self.config.logits_bias else None)
-
-    def _logits(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t v"]:
-        return logits_from(x, self.output_weights())
+        return Unembedding(table, self.logits_bias if self.config.logits_bias else None)
 
 
 class OutputProjection(nn.Module):
-    """The pre-softmax linear transformation where no embedding table serves for it."""
+    """The pre-softmax linear transformation of a model whose embedding table does not serve for it.
+
+    Parameters: `kernel` [d_model, vocab_size].
+    """
 
     vocab_size: int
     d_model: int
@@ -219,16 +233,26 @@ class OutputProjection(nn.Module):
 def attention_maps(
     model: Transformer, params: Params, src: Int[Array, "b s"], tgt_in: Int[Array, "b t"]
 ) -> dict[str, Float[Array, "b h t s"]]:
-    """The attention weights of every layer: {"encoder/layer_0/self_attention": ..., ...}, rows sum to 1."""
-    # A loop over layers and a fused kernel have none to show.
+    """Return the attention weights of every layer: {"encoder/layer_0/self_attention": ..., ...}.
+
+    Args:
+        model: The model.
+        params: Its parameters.
+        src: Source token ids.
+        tgt_in: Target token ids that the decoder reads.
+
+    Returns:
+        Weights by path. Each row sums to 1, or to 0 for a query that may attend to nothing.
+    """
+    # Neither a loop over layers nor a fused kernel exposes its weights.
     model = Transformer(dataclasses.replace(model.config, scan_layers=False, attention_kernel="xla"))
     _, state = model.apply({"params": params}, src, tgt_in, capture_intermediates=lambda _, method: method == "weights")
     paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
-    return {"/".join(str(key.key) for key in path[:-1]): values[0] for path, values in paths}
+    return {jax.tree_util.keystr(path[:-1], simple=True, separator="/"): values[0] for path, values in paths}
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Parameters of the model, without making them.
+    """Return the number of parameters of the model without initializing them.
 
     >>> count_parameters(ModelConfig.base(37_000))
     63045632
@@ -237,6 +261,6 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def abstract_params(config: ModelConfig) -> Params:
-    """The parameter tree as shapes and dtypes (`jax.ShapeDtypeStruct`), without making it."""
+    """Return the parameter tree as shapes and dtypes (`jax.ShapeDtypeStruct`) without initializing it."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]

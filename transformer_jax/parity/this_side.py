@@ -54,7 +54,7 @@ class MaskedTransformer(Transformer):
             src, src_mask=seen if self.masks.encoder_padding else everything, deterministic=deterministic
         )
         tgt_mask = target_mask(tgt_in, self.config.pad_id)
-        x = self.decoder_output(
+        x = self.decode_hidden(
             tgt_in,
             memory,
             seen if self.masks.cross_padding else everything,
@@ -62,7 +62,7 @@ class MaskedTransformer(Transformer):
             tgt_mask=tgt_mask if self.masks.causal else jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape),
             deterministic=deterministic,
         )
-        return x, self.output_weights()
+        return x, self.unembedding()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.model.embedding import OutputWeights, logits_from
+from transformer_jax.model.embedding import Unembedding, unembed
 from transformer_jax.training.accumulation import accumulate, merge, split
 
 LabelSmoothingOver = Literal["non_target", "all", "non_target_non_pad"]
@@ -90,12 +90,12 @@ def cross_entropy(
 
 def fused_linear_cross_entropy(
     x: Float[Array, "b t d_model"],
-    output: OutputWeights,
+    output: Unembedding,
     targets: Int[Array, "b t"],
     weights: Bool[Array, "b t"],
     spec: LossSpec = PLAIN_LOSS,
 ) -> LossSums:
-    """Compute `cross_entropy(logits_from(x, output), targets, weights, spec)`, one chunk of positions at a time.
+    """Compute `cross_entropy(unembed(x, output), targets, weights, spec)`, one chunk of positions at a time.
 
     The gradient with respect to the logits is softmax - q, which is known as soon as the logits are. It is therefore
     multiplied on to `x` and the table at once, and no logits are kept or computed twice. Only `loss_sum` has a
@@ -123,7 +123,7 @@ _Positions = tuple[Float[Array, "n d_model"], Int[Array, " n"], Bool[Array, " n"
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _loss(
     x: Float[Array, "n d_model"],
-    output: OutputWeights,
+    output: Unembedding,
     targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
     spec: LossSpec,
 ) -> _Sums:
@@ -135,19 +135,19 @@ def _loss(
 
 def _loss_forward(
     x: Float[Array, "n d_model"],
-    output: OutputWeights,
+    output: Unembedding,
     targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
     spec: LossSpec,
-) -> tuple[_Sums, tuple[Array, OutputWeights]]:
+) -> tuple[_Sums, tuple[Array, Unembedding]]:
     """Return the sums, and as residuals all gradients of the loss."""
 
-    def chunk_sums_and_grads(positions: _Positions) -> tuple[tuple[_Sums, OutputWeights], Array]:
+    def chunk_sums_and_grads(positions: _Positions) -> tuple[tuple[_Sums, Unembedding], Array]:
         sums, logits_grad = _sums_and_logits_grad(positions, output, spec)
         rounded = logits_grad.astype(x.dtype)
         x_grad = rounded @ output.table.astype(x.dtype)
         table_grad = jnp.einsum("nv,nd->vd", rounded, positions[0], preferred_element_type=logits_grad.dtype)
         bias_grad = None if output.bias is None else jnp.sum(logits_grad, axis=0)
-        return (sums, OutputWeights(table_grad, bias_grad)), x_grad
+        return (sums, Unembedding(table_grad, bias_grad)), x_grad
 
     num_chunks = _num_chunks(targets_and_weights[0], output, spec)
     (sums, output_grad), x_grad = _map_chunks(chunk_sums_and_grads, (x, *targets_and_weights), num_chunks)
@@ -155,8 +155,8 @@ def _loss_forward(
 
 
 def _loss_backward(
-    spec: LossSpec, grads: tuple[Array, OutputWeights], cotangents: _Sums
-) -> tuple[Array, OutputWeights, None]:
+    spec: LossSpec, grads: tuple[Array, Unembedding], cotangents: _Sums
+) -> tuple[Array, Unembedding, None]:
     return (*jax.tree.map(lambda grad: (grad * cotangents[0]).astype(grad.dtype), grads), None)
 
 
@@ -164,11 +164,11 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _sums_and_logits_grad(
-    positions: _Positions, output: OutputWeights, spec: LossSpec
+    positions: _Positions, output: Unembedding, spec: LossSpec
 ) -> tuple[_Sums, Float[Array, "n v"]]:
     """Return the sums over some positions, and the gradient of their loss by their logits: softmax - q."""
     x, targets, weights = positions
-    logits = logits_from(x, output)
+    logits = unembed(x, output)
     sums = cross_entropy(logits, targets, weights, spec)
     size = logits.shape[-1]
     on_target, uniform = spec.weights(size)
@@ -179,7 +179,7 @@ def _sums_and_logits_grad(
     return (sums.loss_sum, sums.nll_sum), grad
 
 
-def _num_chunks(targets: Int[Array, " n"], output: OutputWeights, spec: LossSpec) -> int:
+def _num_chunks(targets: Int[Array, " n"], output: Unembedding, spec: LossSpec) -> int:
     num_logits = targets.size * output.table.shape[0]
     return 1 if spec.max_logits is None else min(targets.size, -(-num_logits // spec.max_logits))
 
