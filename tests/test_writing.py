@@ -69,7 +69,7 @@ def texts_of(file: Path) -> Iterator[tuple[int, str]]:
 
 def files() -> list[Path]:
     """Return the files that the rules hold for."""
-    pages = [page for page in ROOT.glob("*.md") if page.name != "LICENSE"] + [*(ROOT / "docs").glob("*.md")]
+    pages = [page for page in ROOT.glob("*.md") if page.name != "LICENSE"] + [*(ROOT / "docs").rglob("*.md")]
     return sorted([*(ROOT / "transformer_jax").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *pages])
 
 
