@@ -119,6 +119,12 @@ def test_pretokenized_text_is_joined():
     assert pieces.decode(pieces.encode([line])) == ["walking\u00a0dogs a@@b @-@ x"]
 
 
+def test_kind_of_format_1_is_still_read():
+    pieces = train_tokenizer("pretokenized", ["wal@@ king dogs"], vocab_size=100, min_frequency=1)
+    text = json.dumps(json.loads(pieces.to_json()) | {"kind": "presegmented"})
+    assert tokenizer_from_json(text, "joint.json") == pieces
+
+
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 def test_tokenizer_training_is_deterministic(kind):
     first, second = (train_tokenizer(kind, iter(TEXTS), 280, 1).to_json() for _ in range(2))

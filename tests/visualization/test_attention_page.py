@@ -1,4 +1,4 @@
-"""The attention page in a real browser: opened, clicked through, moved through by keys, looked at pixel by pixel."""
+"""Test the attention page in a real browser: clicks, keys, text, and the pixels of its pictures."""
 
 import dataclasses
 import shutil
@@ -42,7 +42,7 @@ def driver(optional_package, tmp_path_factory):
 
 
 class Page:
-    """An attention page that is open in the browser."""
+    """An attention page open in the browser."""
 
     def __init__(self, driver, folder, attention, view=View()):  # noqa: B008  frozen
         self.driver, self.attention = driver, attention
@@ -53,7 +53,7 @@ class Page:
         return self.driver.execute_script(script, *args)
 
     def choose(self, name, value):
-        """Clicks one of the chips."""
+        """Click one of the radio buttons."""
         self.run(
             "return document.querySelector(`input[name=${arguments[0]}][value='${arguments[1]}']`).parentElement",
             name,
@@ -78,7 +78,7 @@ class Page:
 
     @property
     def listed(self):
-        """[(token, percent), ...] of the list beside the picture."""
+        """The list next to the picture: [(token, percent), ...]."""
         rows = self.run(
             "return [...document.querySelectorAll('#weights li')].map(li => [...li.children].map(x => x.textContent))"
         )
@@ -103,13 +103,13 @@ def open_page(driver, tmp_path):
 
 
 def chosen_weights(attention, kind, layer, head):
-    """What the page should show, by NumPy: all heads are averaged in its lists."""
+    """Return the weights that the page's list shows: the chosen head, or the mean over heads."""
     heads = attention.maps[kind].weights[layer - 1]
     return heads.mean(0) if head in ("all", "mean") else heads[head - 1]
 
 
 def check_list(page, tokens, weights):
-    """The list beside the picture has the ten largest, largest first."""
+    """Check that the list shows the ten largest weights, largest first."""
     order = np.argsort(-weights, kind="stable")[:10]
     shown = page.listed
     np.testing.assert_allclose([share for _, share in shown], 100 * weights[order], atol=0.06)
@@ -139,7 +139,7 @@ def test_every_choice_shows_its_weights(open_page):
     assert page.run("return document.title") == f"Attention: {''.join(SOURCE)}"
 
 
-def test_a_page_begins_as_the_command_says(open_page):
+def test_page_opens_with_the_requested_view(open_page):
     page = open_page(made_up(SOURCE, TARGET), View("decoder", 1, 2, "map"))
     checked = page.run(
         "return Object.fromEntries([...document.querySelectorAll('input:checked')].map(x => [x.name, x.value]))"
@@ -148,7 +148,7 @@ def test_a_page_begins_as_the_command_says(open_page):
     assert page.run("return document.querySelectorAll('#picture canvas').length") == 1
 
 
-def test_hostile_text_stays_text(open_page):
+def test_markup_in_tokens_is_shown_as_text(open_page):
     page = open_page(made_up(HOSTILE, [*HOSTILE, "</s>"]))
     assert page.run("return window.broken ?? null") is None
     assert page.run("return [document.scripts.length, document.images.length]") == [2, 0]
@@ -161,8 +161,8 @@ def test_hostile_text_stays_text(open_page):
     assert page.run("return window.broken ?? null") is None
 
 
-def test_lines_are_drawn_where_there_is_attention(open_page):
-    """Half way between two tokens, while the pointer is on the one that attends."""
+def test_line_pixels_match_the_weights(open_page):
+    """Check the pixel half way along each line of the token under the pointer."""
     attention = made_up(SOURCE, TARGET, seed=3)
     page = open_page(attention, View("cross", 1, 2))
     weights = chosen_weights(attention, "cross", 1, 2)
@@ -200,7 +200,7 @@ CELLS = """
 
 
 @pytest.mark.parametrize("source", [SOURCE, HEBREW], ids=["left to right", "right to left"])
-def test_cells_are_as_dark_as_their_weights(open_page, source):
+def test_cell_pixels_match_the_weights(open_page, source):
     attention = made_up(source, TARGET, seed=1)
     page = open_page(attention, View("cross", 1, 1, "map"))
     weights = chosen_weights(attention, "cross", 1, 1)
@@ -227,7 +227,7 @@ def test_cells_are_as_dark_as_their_weights(open_page, source):
     assert (first < last) == (source is SOURCE)
 
 
-def test_keys_move_and_focus_is_seen(open_page):
+def test_keys_move_the_visible_focus(open_page):
     attention = made_up(SOURCE, TARGET)
     page = open_page(attention, View("cross", 1, 1))
     up, down, left, right, home, end = "\ue013\ue015\ue012\ue014\ue011\ue010"
@@ -280,7 +280,7 @@ def test_keys_move_over_the_heat_map(open_page, source):
     assert page.focused.startswith("Heat map")
 
 
-def test_everything_has_a_name_for_screen_readers(open_page):
+def test_all_controls_have_accessible_names(open_page):
     page = open_page(made_up(SOURCE, TARGET))
     tree = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     named = {
@@ -298,7 +298,7 @@ def test_everything_has_a_name_for_screen_readers(open_page):
     assert any(role == "combobox" and name.startswith("Colors") for role, name in named)
 
 
-def test_dark_and_light(open_page):
+def test_dark_and_light_themes(open_page):
     from selenium.webdriver.support.ui import Select
 
     page = open_page(made_up(SOURCE, TARGET))
@@ -314,9 +314,9 @@ def test_dark_and_light(open_page):
 
     try:
         prefer("dark")
-        assert brightness() < 150, "as the system, and at once"
+        assert brightness() < 150, "follows the system at once"
         switch.select_by_value("light")
-        assert brightness() > 600, "the switch is stronger"
+        assert brightness() > 600, "the switch overrides the system"
         prefer("light")
         switch.select_by_value("dark")
         assert brightness() < 150
@@ -334,8 +334,8 @@ def test_right_to_left_text(open_page):
     assert page.status.startswith(f"\u201c{HEBREW[0]}\u201d is attended to")
 
 
-def test_a_hundred_tokens(open_page):
-    """Six layers of eight heads; every change is drawn at once, and nothing stands outside the page."""
+def test_hundred_tokens_are_drawn_in_time(open_page):
+    """Check with six layers of eight heads that changes are drawn within 5 seconds and fit the page."""
     source, target = ([f"{word}{i}" for i in range(99)] + ["</s>"] for word in ("\u2581source", "\u2581target"))
     attention = made_up(source, target, layers=6, heads=8)
     page = open_page(attention)
@@ -360,7 +360,7 @@ def test_a_hundred_tokens(open_page):
     box = page.run(
         "const box = document.activeElement.getBoundingClientRect(); return [box.top, box.bottom, innerHeight]"
     )
-    assert 0 <= box[0] <= box[1] <= box[2], "what has the focus is in sight"
+    assert 0 <= box[0] <= box[1] <= box[2], "the focused element is visible"
     least = page.run(
         """const controls = document.querySelector('form');
         let least = Infinity;
@@ -373,10 +373,10 @@ def test_a_hundred_tokens(open_page):
         return least"""
     )
     assert page.focused == "\u2581source39, 40 of 100"
-    assert least >= 0, "nor is it under the controls"
+    assert least >= 0, "the focused element is not under the controls"
 
 
-def test_too_many_lines_are_said(open_page):
+def test_omitted_lines_are_reported(open_page):
     attention = made_up(SOURCE * 20, TARGET * 16, layers=1, heads=2)
     maps = attention.maps["encoder"]
     flat = maps._replace(weights=np.full_like(maps.weights, 0.01))

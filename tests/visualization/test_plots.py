@@ -1,4 +1,4 @@
-"""Plots of runs and recipes: each curve against the run's own files, the formula, or a loop over its batches."""
+"""Compare each plotted curve with the run's files, the formula, or a loop over its batches."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from transformer_jax.visualization.plots import Subject, load_subject, plot
 
 @pytest.fixture
 def drawn(optional_package, monkeypatch):
-    """The figures that were written: {panel's y label: its axes}."""
+    """Return the figures that were written: {y label of a panel: its axes}."""
     optional_package("matplotlib")
     figures, original = [], plots.drawing
 
@@ -39,7 +39,7 @@ def curves_of(axes):
     return [(line.get_label(), line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.get_lines()]
 
 
-def test_curves_are_what_the_runs_have_logged(tiny, drawn, tmp_path):
+def test_curves_equal_the_metrics_files(tiny, drawn, tmp_path):
     other = tiny.copy(tmp_path / "other")
     rows = [json.loads(line) for line in (tiny.run / "metrics.jsonl").read_text().splitlines()]
     changed = [row | ({"loss": None} if row["step"] == 2 and "loss" in row else {}) for row in rows]
@@ -62,7 +62,7 @@ def test_curves_are_what_the_runs_have_logged(tiny, drawn, tmp_path):
     np.testing.assert_allclose(right.get_ylim(), np.exp([low, high]))
 
 
-def test_the_learning_rate_is_equation_3():
+def test_learning_rate_equals_equation_3():
     config = Config(training=TrainingConfig(num_steps=10_000))
     (curve,) = plots.learning_rates(Subject("base", config, None))
     assert (curve.x[0], curve.x[-1]) == (1, 10_000)
@@ -71,7 +71,7 @@ def test_the_learning_rate_is_equation_3():
     np.testing.assert_allclose(curve.y, 512**-0.5 * np.minimum(steps**-0.5, steps * 4000**-1.5), rtol=1e-5)
 
 
-def test_lengths_and_padding_are_those_of_the_batches(tiny):
+def test_lengths_and_padding_equal_the_batches(tiny):
     subject = load_subject(str(tiny.run))
     encoded = subject.encoded
     source, target = plots.lengths(subject)
@@ -94,8 +94,8 @@ def test_lengths_and_padding_are_those_of_the_batches(tiny):
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_run_without_its_corpus(tiny, tmp_path, capsys, drawn):
-    """What is encoded serves; without it the corpus is asked for, and only warned of where nobody asked for lengths."""
+def test_run_without_its_corpus_skips_lengths_with_a_warning(tiny, tmp_path, capsys, drawn):
+    """Check that the cache suffices, and that a missing corpus is an error only if its panel was asked for."""
     run = tiny.copy(tmp_path / "moved")
     config = json.loads((run / "config.json").read_text())
     config["data"]["directory"] = str(tmp_path / "nowhere")
@@ -112,7 +112,7 @@ def test_a_run_without_its_corpus(tiny, tmp_path, capsys, drawn):
     assert len(load_subject(str(tmp_path / "again")).encoded) == 200, "encoded anew"
 
 
-def test_positions(drawn, tmp_path):
+def test_positional_encodings_of_recipes(drawn, tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(
         "from transformer_jax import Config, ModelConfig\n"
@@ -131,7 +131,7 @@ def test_positions(drawn, tmp_path):
         plot([f"{recipe}:learned"], tmp_path / "p.svg", ["positions"])
 
 
-def test_learned_positions_are_the_runs(monkeypatch, tmp_path):
+def test_learned_positions_come_from_the_run(monkeypatch, tmp_path):
     config = Config(model=ModelConfig(d_model=4, num_heads=2, positions="learned", max_length=258, position_offset=2))
     table = np.arange(258 * 4, dtype=np.float32).reshape(258, 4)
     monkeypatch.setattr("transformer_jax.checkpoint.checkpoint.resolve_checkpoint", lambda *_: None)

@@ -110,6 +110,7 @@ class BytePairTokenizer(Tokenizer):
             raise ValueError(f"the ids of {self.vocab_size} entries must be 0 to {self.vocab_size - 1}")
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
         return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -122,9 +123,11 @@ class BytePairTokenizer(Tokenizer):
         return _library_tokens(self._library, ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return each token for display, with its bytes as text."""
         return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
 
     def to_json(self) -> str:
+        """Return the complete tokenizer as JSON."""
         return json.dumps({"kind": self.kind, "library": json.loads(self._library.to_str())}, ensure_ascii=False)
 
 
@@ -206,14 +209,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.decode_batch([self._visible(row) for row in rows], skip_special_tokens=True)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the token of each id as the vocabulary spells it."""
         return _library_tokens(self._library, ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return each token for display, with its bytes as text."""
         if self._is_byte_level:
             return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
         return super().pieces(ids)
 
     def to_json(self) -> str:
+        """Return the complete tokenizer as JSON."""
         tree = {"kind": self.kind, "special": self.special_ids, "library": json.loads(self._library.to_str())}
         return json.dumps(tree, ensure_ascii=False)
 
@@ -260,6 +266,7 @@ class WordTokenizer(Tokenizer):
         return [self._join(self.tokens(self._visible(row))) for row in rows]
 
     def plain(self, text: str) -> str:
+        """Return the words with one space between them, as `decode` writes them."""
         return self._join(_words(self.kind, text))
 
     def _join(self, words: Sequence[str]) -> str:
@@ -268,9 +275,11 @@ class WordTokenizer(Tokenizer):
         return line if self.kind == "word" else re.sub("@@( |$)", "", line)
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the token of each id as the vocabulary spells it."""
         return [self._vocabulary[i] if 0 <= i < self.vocab_size else f"<{int(i)}>" for i in ids]
 
     def to_json(self) -> str:
+        """Return the complete tokenizer as JSON."""
         tree: dict[str, Any] = {"kind": self.kind, "vocabulary": self._vocabulary}
         if self.special_ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
             tree["special"] = self.special_ids

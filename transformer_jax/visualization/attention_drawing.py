@@ -206,9 +206,9 @@ def _places(tokens: Sequence[str]) -> list[int]:
 
 
 def is_right_to_left(tokens: Sequence[str]) -> bool:
-    """Return whether most letters of the tokens belong to a right-to-left script.
+    r"""Return whether most letters of the tokens belong to a right-to-left script.
 
-    >>> is_right_to_left(["</s>", "\\u05e9\\u05dc\\u05d5\\u05dd\\u05e2"]), is_right_to_left(["a", "1"])
+    >>> is_right_to_left(["</s>", "\u05e9\u05dc\u05d5\u05dd\u05e2"]), is_right_to_left(["a", "1"])
     (True, False)
     """
     kinds = [unicodedata.bidirectional(letter) for token in tokens for letter in token]
