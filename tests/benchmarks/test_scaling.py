@@ -95,5 +95,5 @@ def test_rings():
 
 
 def test_an_axis_that_does_not_divide():
-    with pytest.raises(UserError, match=r"training.mesh_tensor 3 does not divide axis \d of params/"):
+    with pytest.raises(UserError, match=r"training.mesh_tensor=3 does not divide axis \d of params/"):
         bytes_per_device(CONFIG, tensor=3)

@@ -84,5 +84,5 @@ def test_names_in_files_lead_nowhere(tmp_path):
             resolve_checkpoint(run, which)
     config = json.dumps({"decoding": {"checkpoint": "../../5"}})
     run.config_file.write_text(config)
-    with pytest.raises(UserError, match=r"decoding\.checkpoint is '\.\./\.\./5'"):
+    with pytest.raises(UserError, match=r"decoding\.checkpoint='\.\./\.\./5'"):
         run.load_config()
