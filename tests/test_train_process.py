@@ -42,11 +42,12 @@ def losses(workdir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen) -> tuple[list[str], list[str]]:
+    """Return the lines of stdout and of stderr."""
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert "Traceback" not in err
-    return out
+    return out.splitlines(), err.splitlines()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -59,12 +60,13 @@ def test_a_signal_saves_and_leaves_and_the_same_command_goes_on(tmp_path, number
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(number)
-    out = finish(process)
+    out, err = finish(process)
     last = max(losses(tmp_path / "run"))
-    assert out.splitlines()[-1].startswith(f"stopped by {signal.Signals(number).name} after step {last} of 100000")
+    assert out == []
+    assert err[-1].startswith(f"stopped by {signal.Signals(number).name} after step {last} of 100000")
     assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
 
-    out = finish(start(tmp_path / "run", 1, last + 2))
-    assert f"resuming {tmp_path / 'run'} at step {last}" in out
-    assert out.splitlines()[-1].startswith("exact match ")
+    out, err = finish(start(tmp_path / "run", 1, last + 2))
+    assert f"resuming {tmp_path / 'run'} at step {last}" in err
+    assert out[-1].startswith("exact match ")
     assert list(losses(tmp_path / "run")) == list(range(1, last + 3))

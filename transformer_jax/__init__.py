@@ -30,6 +30,7 @@ API = {
     "noam_schedule": "training.optimizer",  # paper eq. 3
     "make_optimizer": "training.optimizer",
     "cross_entropy": "training.loss",  # label smoothing as sums over tokens
+    "LossSpec": "training.loss",  # constants of the loss: label smoothing, and how many logits to hold
     "train_step": "training.step",  # THE training step, a pure function
     "TrainState": "training.step",
     "Batch": "types",
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
     from transformer_jax.parity.command import compare
     from transformer_jax.presets import preset
     from transformer_jax.run import train
-    from transformer_jax.training.loss import cross_entropy
+    from transformer_jax.training.loss import LossSpec, cross_entropy
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
     from transformer_jax.training.step import TrainState, train_step
     from transformer_jax.types import Batch, UserError

@@ -79,9 +79,9 @@ def test_resumed_training_does_not_depend_on_the_format(run, tmp_path):
     config = run.load_config()
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=""))
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3))
-    outcome = transformer_jax.train(config, run.path, lambda line: None)
+    outcome = transformer_jax.train(config, run.path)
     assert outcome.step == 3
     other = RunDir(tmp_path / "other")
     shutil.copytree(GOLDEN / "run_format_2", other.path)
-    transformer_jax.train(config, other.path, lambda line: None)
+    transformer_jax.train(config, other.path)
     assert sha256(restore(run, 3)) == sha256(restore(other, 3))

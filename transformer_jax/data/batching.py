@@ -1,8 +1,9 @@
-"""Batches of few static shapes within a token budget (paper section 5.1), in an order that is a pure function.
+"""Batches of a few static shapes within a token budget (paper section 5.1), in an order that is a pure function.
 
-Sentence pairs of similar length share a batch. XLA compiles once a shape, so the shapes form a short ladder: each at
-least as long as the one before on both sides. A pair goes to the first shape it fits. The rows of a shape are so many,
-within the budget, that its pairs fill whole batches. `packing` has the other way: several pairs a row, one shape.
+Sentence pairs of similar length share a batch. XLA compiles once per shape, so the shapes form a short ladder: each is
+at least as long as the previous one on both sides. A pair goes to the first shape that it fits. The number of rows of a
+shape is chosen, within the budget, so that its pairs fill complete batches. `packing` is the alternative: several pairs
+per row and a single shape.
 """
 
 import math
@@ -16,7 +17,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.types import ALL_ROWS, Batch, RowParts, UserError
 
-_MOST_LENGTHS = 512  # different lengths that choose_shapes looks at; its time and memory grow with the square
+_MAX_LENGTHS = 512  # distinct lengths in choose_shapes, whose time and memory grow with their square
 
 
 class Shape(NamedTuple):
@@ -30,40 +31,42 @@ class Shape(NamedTuple):
 def choose_shapes(
     source_lengths: np.ndarray, target_lengths: np.ndarray, batch_tokens: int, max_shapes: int
 ) -> tuple[Shape, ...]:
-    """The ladder of at most `max_shapes` shapes that pads these pairs least, found by dynamic programming.
+    """Return the ladder of at most `max_shapes` shapes that pads the pairs least, by dynamic programming.
 
-    Pairs are put in order of their longer side and cut into `max_shapes` groups. A shape is as long, on each side, as
-    the longest of its group and the groups before. Its rows are as many as `batch_tokens` allow on its longer side, or
-    less, so that the group's batches are equally full; a group that does not fill half a batch is made only if it is
-    all there is.
+    Pairs are sorted by their longer side and divided into `max_shapes` groups. A shape is, on each side, as long as the
+    longest sentence of its group and of the groups before it. It has the number of rows that `batch_tokens` allows on
+    its longer side, or fewer, so that the group's batches are equally full. A group that does not fill half a batch is
+    made only if it holds all pairs.
 
     >>> choose_shapes(np.array([3, 3, 3, 9, 8]), np.array([2, 4, 4, 10, 7]), batch_tokens=20, max_shapes=2)
     (Shape(rows=3, src_length=3, tgt_length=4), Shape(rows=2, src_length=9, tgt_length=10))
 
     Args:
-        source_lengths: tokens of each pair's source, EOS counted.
-        target_lengths: the same of the target.
-        batch_tokens: positions of a batch on either side, padding counted. A longer pair gets a shape of one row.
-        max_shapes: at least 1.
+        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
+        target_lengths: Number of tokens of each target sentence, EOS included.
+        batch_tokens: Number of positions of a batch on either side, padding included. A longer pair gets a shape of
+            one row.
+        max_shapes: Maximum number of shapes, at least 1.
 
     Returns:
-        The shapes; every pair fits the last.
+        The shapes, ascending. Every pair fits the last one.
     """
     longer = np.maximum(source_lengths, target_lengths)
-    step = -(-int(longer.max()) // _MOST_LENGTHS)
+    step = -(-int(longer.max()) // _MAX_LENGTHS)
     keys, group, counts = np.unique(-(-longer // step), return_inverse=True, return_counts=True)
-    src, tgt = np.ones(len(keys), np.int64), np.ones(len(keys), np.int64)  # no shape is of length 0
+    src, tgt = np.ones(len(keys), np.int64), np.ones(len(keys), np.int64)  # no shape has length 0
     np.maximum.at(src, group, source_lengths)
     np.maximum.at(tgt, group, target_lengths)
     src, tgt = np.maximum.accumulate(src), np.maximum.accumulate(tgt)
 
-    # cost[i, j]: positions if one shape serves the groups i to j. best[j]: least cost of the groups before j.
+    # cost[i, j] is the number of positions if one shape serves the groups i to j. best[j] is the minimum cost of the
+    # groups before j.
     before = np.concatenate([[0], np.cumsum(counts)])
-    most = np.maximum(1, batch_tokens // np.maximum(src, tgt))  # rows
+    max_rows = np.maximum(1, batch_tokens // np.maximum(src, tgt))
     pairs = before[None, 1:] - before[:-1, None]
     cost = pairs * (src + tgt)[None, :]
-    is_small = 2 * pairs < np.minimum(most, len(longer))[None, :]
-    cost = np.where(is_small, np.inf, cost)  # those of no pairs among them
+    is_small = 2 * pairs < np.minimum(max_rows, len(longer))[None, :]
+    cost = np.where(is_small, np.inf, cost)  # is_small includes groups without pairs
     best = np.concatenate([[0.0], np.full(len(keys), np.inf)])
     choices = []
     for _ in range(min(max_shapes, len(keys))):
@@ -74,78 +77,78 @@ def choose_shapes(
     for first in reversed(choices):
         if last == 0:
             break
-        start, number = int(first[last - 1]), int(most[last - 1])
-        rows = equal_parts(int(before[last] - before[start]), number)
+        start = int(first[last - 1])
+        rows = equal_parts(int(before[last] - before[start]), int(max_rows[last - 1]))
         ladder.append(Shape(rows, int(src[last - 1]), int(tgt[last - 1])))
         last = start
     return tuple(reversed(ladder))
 
 
 class Rows(NamedTuple):
-    """Which pairs stand in a batch."""
+    """The pairs of a batch."""
 
     shape: Shape
-    """Of the batch; there may be fewer rows with pairs."""
+    """The shape of the batch. Its last rows may hold no pair."""
     pairs: np.ndarray
-    """Their numbers (int64), row after row."""
+    """The numbers of the pairs (int64), row after row."""
     in_row: np.ndarray | None = None
-    """For a packed batch, how many of the pairs stand in each of the first rows. None: one a row."""
+    """Number of pairs in each of the first rows of a packed batch. None is one pair per row."""
 
 
 class Plan(Protocol):
-    """Which pairs stand in which batch: what the input pipeline asks of a plan. Threads may share one."""
+    """Which pairs are in which batch. Threads may share a plan."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shapes that batches have."""
+        """The shapes of the batches."""
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of an epoch: the same for each."""
+        """Number of batches per epoch."""
 
     @property
     def padding_share(self) -> float:
-        """The share of an epoch's positions, of both sides together, that hold padding; empty rows are padding."""
+        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
 
     @property
     def order_bits(self) -> float:
-        """Entropy of an epoch's order: the logarithm to base 2 of the number of orders that are equally likely."""
+        """Entropy of an epoch's order: log2 of the number of equally probable orders."""
 
     def rows(self, index: int) -> Rows:
-        """What stands in global batch `index`, from 0 on over all epochs."""
+        """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
 
 
 class EpochOrders:
-    """What `make(epoch)` gives, kept for two epochs: prefetching threads cross the end of one one by one."""
+    """Cache `make(epoch)` for two epochs, because prefetching threads cross the end of an epoch one at a time."""
 
     def __init__(self, make: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __call__(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch, made by one of the threads that ask for it."""
+        """Return the order of an epoch. One of the threads that need it computes it."""
         with self._lock:
-            if epoch not in self._kept:
-                self._kept = {kept: order for kept, order in self._kept.items() if kept == epoch - 1}
-                self._kept[epoch] = self._make(epoch)
-            return self._kept[epoch]
+            if epoch not in self._orders:
+                self._orders = {other: order for other, order in self._orders.items() if other == epoch - 1}
+                self._orders[epoch] = self._make(epoch)
+            return self._orders[epoch]
 
 
 class BatchPlan:
-    """Which pairs stand in which batch: a pure function of (lengths, shapes, seed) and the batch's number.
+    """Which pairs are in which batch: a pure function of (lengths, shapes, seed) and the batch's number.
 
-    Each epoch has every pair once. It mixes the pairs of each shape, cuts them into batches and mixes the batches.
-    Threads may share a plan.
+    Each epoch has every pair once. It shuffles the pairs of each shape, divides them into batches and shuffles the
+    batches. Threads may share a plan.
 
     Args:
-        source_lengths: tokens of each pair's source, EOS counted.
-        target_lengths: the same of the target.
-        shapes: a ladder from `choose_shapes` that every pair fits.
-        seed: of the order.
+        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
+        target_lengths: Number of tokens of each target sentence, EOS included.
+        shapes: A ladder from `choose_shapes` that every pair fits.
+        seed: Seed of the order.
 
     Raises:
-        ValueError: a pair that fits no shape.
+        ValueError: A pair fits no shape.
     """
 
     def __init__(
@@ -160,11 +163,11 @@ class BatchPlan:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of an epoch: the same for each."""
+        """Number of batches per epoch."""
         return len(self._cuts)
 
     def rows(self, index: int) -> Rows:
-        """What stands in global batch `index`, from 0 on over all epochs."""
+        """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
@@ -172,19 +175,18 @@ class BatchPlan:
 
     @property
     def padding_share(self) -> float:
-        """The share of an epoch's positions, of both sides together, that hold padding; empty rows are padding."""
+        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
         shapes = [self.shapes[cut.shape] for cut in self._cuts]
         positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes)
         return 1 - self._tokens / positions
 
     @property
     def order_bits(self) -> float:
-        """Entropy of an epoch's order, of the batches and of the pairs of each shape. All orders of the pairs have
-        log2(pairs!)."""
+        """Entropy of an epoch's order: of the batches, and of the pairs of each shape. The maximum is log2(pairs!)."""
         return log2_factorials(np.bincount(self._bucket)) + log2_factorials([len(self._cuts)])
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Order of the pairs, by shape, and order of the batches."""
+        """Return the order of the pairs, sorted by shape, and the order of the batches."""
         rng = np.random.default_rng([self.seed, epoch])
         mixed = rng.permutation(len(self._bucket))
         pairs = mixed[np.argsort(self._bucket[mixed], kind="stable")]
@@ -194,18 +196,20 @@ class BatchPlan:
 def make_batch(
     encoded: EncodedPairs, chosen: Rows, model: ModelConfig, row_multiple: int = 1, parts: RowParts = ALL_ROWS
 ) -> Batch:
-    """The pairs as padded arrays.
+    """Return pairs as padded arrays.
 
     Args:
-        encoded: the corpus.
-        chosen: the shape and the pairs, which fit.
-        model: states the special ids, what the decoder reads first, and whether the source starts with BOS and ends
-            with EOS.
-        row_multiple: the shape's rows are rounded up to a multiple of it, so that devices divide the rows.
-        parts: which of the rows are made; their number divides `row_multiple`.
+        encoded: The corpus.
+        chosen: A shape and pairs that fit it.
+        model: Special ids, vocabulary sizes, what the decoder reads first, and whether the source has BOS and EOS.
+        row_multiple: The number of rows is rounded up to a multiple of this number, so that devices divide the rows.
+        parts: The rows to make. Their number of parts divides `row_multiple`.
 
     Returns:
-        int32 arrays; rows after the pairs hold nothing but padding.
+        int32 arrays. Rows after the pairs hold only padding.
+
+    Raises:
+        UserError: A pair has an id outside the vocabulary, or more tokens than a learned position table.
     """
     shape, pairs, in_row = chosen
     rows = -(-shape.rows // row_multiple) * row_multiple
@@ -243,7 +247,7 @@ def make_batch(
     segment = _counted_in(row, np.ones_like(row)) + 1
     src_segments, tgt_segments = np.zeros_like(src), np.zeros_like(tgt_out)
     for segments, (starts, spans) in ((src_segments, src_spans), (tgt_segments, (first, lengths + 1))):
-        segments[_places(row, starts, spans)] = np.repeat(segment, spans)
+        segments[_positions(row, starts, spans)] = np.repeat(segment, spans)
     return Batch(src, tgt_in, tgt_out, src_segments, tgt_segments)
 
 
@@ -294,13 +298,15 @@ def eval_batches(
     row_multiple: int = 1,
     parts: RowParts = ALL_ROWS,
 ) -> Iterator[Batch]:
-    """Every pair once, in a fixed order, in batches of the shapes, and of one longer shape if some pair needs it.
+    """Yield every pair once, in a fixed order, in batches of the shapes, and of one longer shape if a pair needs it.
 
     Args:
-        encoded: the corpus.
-        shapes: a ladder from `choose_shapes`, such as training's.
-        batch_tokens: budget of the longer shape.
-        model, row_multiple, parts: as for `make_batch`.
+        encoded: The corpus.
+        shapes: A ladder from `choose_shapes`, such as that of training.
+        batch_tokens: Token budget of the longer shape.
+        model: Special ids and sizes, as for `make_batch`.
+        row_multiple: Divides the number of rows, as for `make_batch`.
+        parts: The rows to make, as for `make_batch`.
     """
     source_lengths, target_lengths = encoded.source_lengths, encoded.target_lengths
     src = max(int(source_lengths.max()), shapes[-1].src_length)
@@ -314,7 +320,7 @@ def eval_batches(
 
 
 class _Cut(NamedTuple):
-    """A batch: number of its shape, and its place in the pairs ordered by shape."""
+    """A batch: the number of its shape, and its range in the pairs sorted by shape."""
 
     shape: int
     start: int
@@ -322,17 +328,17 @@ class _Cut(NamedTuple):
 
 
 def log2_factorials(numbers: np.ndarray | Sequence[int]) -> float:
-    """log2(n!), summed over the numbers."""
+    """Return log2(n!), summed over the numbers."""
     return sum(math.lgamma(int(number) + 1) for number in numbers) / math.log(2)
 
 
-def equal_parts(number: int, most: int) -> int:
-    """The size of the fewest parts of at most `most` that hold `number`, as equal as can be."""
-    return -(-number // -(-number // most))
+def equal_parts(total: int, max_size: int) -> int:
+    """Return the size of equal parts that hold `total` items in the smallest number of parts of at most `max_size`."""
+    return -(-total // -(-total // max_size))
 
 
 def _buckets(source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Sequence[Shape]) -> np.ndarray:
-    """For each pair the number of the first shape it fits."""
+    """Return for each pair the number of the first shape that it fits."""
     src = np.searchsorted([shape.src_length for shape in shapes], source_lengths)
     tgt = np.searchsorted([shape.tgt_length for shape in shapes], target_lengths)
     bucket = np.maximum(src, tgt)
@@ -345,7 +351,7 @@ def _buckets(source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Seq
 
 
 def _cut(bucket: np.ndarray, shapes: Sequence[Shape]) -> list[_Cut]:
-    """Batches over the pairs ordered by shape; only the last of a shape has empty rows."""
+    """Return the batches over the pairs sorted by shape. Only the last batch of a shape has empty rows."""
     ends = np.cumsum(np.bincount(bucket, minlength=len(shapes))).tolist()
     cuts, start = [], 0
     for number, (shape, end) in enumerate(zip(shapes, ends, strict=True)):
@@ -355,13 +361,13 @@ def _cut(bucket: np.ndarray, shapes: Sequence[Shape]) -> list[_Cut]:
 
 
 def _counted_in(row: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """For each item, the sizes of those before it in its row; items of a row stand together."""
+    """Return for each item the sum of the sizes before it in its row. Items of a row are adjacent."""
     before = np.cumsum(sizes) - sizes
     return before - before[np.searchsorted(row, row)]
 
 
-def _places(row: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of all positions of spans, one span after the other."""
+def _positions(row: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and columns of all positions of spans, one span after the other."""
     in_span = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(row, lengths), np.repeat(first, lengths) + in_span
 
@@ -369,6 +375,6 @@ def _places(row: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> tuple[np
 def _fill(
     rows: np.ndarray, row: np.ndarray, first: np.ndarray, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> None:
-    """Writes ids[starts[i] : starts[i] + lengths[i]] into rows[row[i]] from column first[i] on."""
-    places = _places(row, first, lengths)
-    rows[places] = ids[np.repeat(starts - first, lengths) + places[1]]
+    """Write ids[starts[i] : starts[i] + lengths[i]] into rows[row[i]], starting at column first[i]."""
+    positions = _positions(row, first, lengths)
+    rows[positions] = ids[np.repeat(starts - first, lengths) + positions[1]]

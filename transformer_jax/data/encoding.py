@@ -23,7 +23,7 @@ _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
 
 @dataclass(frozen=True)
 class FilterReport:
-    """How many pairs a split had, how many are used, and why the others are not. A pair is counted once.
+    """Number of pairs in a split, and of those that were filtered out, by reason. Each pair is counted once.
 
     >>> print(FilterReport(10, empty=1, long=2, length_ratio=0, max_length=256, max_length_ratio=9.0))
     10 pairs: 7 kept, 1 empty, 2 longer than 256 tokens, 0 of a length ratio above 9
@@ -38,7 +38,7 @@ class FilterReport:
 
     @property
     def kept(self) -> int:
-        """Pairs that are used."""
+        """Number of pairs that are used."""
         return self.pairs - self.empty - self.long - self.length_ratio
 
     def __str__(self) -> str:
@@ -50,15 +50,16 @@ class FilterReport:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Sentence pairs as ids without special tokens; pair i is `source(i)` and `target(i)`.
+    """Sentence pairs as ids without special tokens. Pair i is `source(i)` and `target(i)`.
 
     Args:
-        source_ids: unsigned 16-bit or signed 32-bit ids of all source sentences, one after the other.
-        source_offsets: int64; sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
-        target_ids, target_offsets: the same for the target.
-        source_eos: whether batches put EOS after the source.
-        source_bos: whether batches put BOS before the source.
-        report: what the filter did; None where nothing is filtered.
+        source_ids: Unsigned 16-bit or signed 32-bit ids of all source sentences, one after the other.
+        source_offsets: int64. Sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
+        target_ids: The ids of all target sentences, as `source_ids`.
+        target_offsets: Where target sentences begin, as `source_offsets`.
+        source_eos: Whether batches put EOS after the source.
+        source_bos: Whether batches put BOS before the source.
+        report: What the filter left out. None if nothing is filtered.
     """
 
     source_ids: np.ndarray
@@ -73,18 +74,18 @@ class EncodedPairs:
         return len(self.source_offsets) - 1
 
     def sha256(self) -> str:
-        """Of all ids and lengths: another value, other training."""
+        """Return a digest of all ids and lengths, which decide training."""
         digest = hashlib.sha256()
         for name in _ARRAYS:
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()
 
     def source(self, index: int) -> np.ndarray:
-        """Ids of source sentence `index`."""
+        """Return the ids of source sentence `index`."""
         return self.source_ids[self.source_offsets[index] : self.source_offsets[index + 1]]
 
     def target(self, index: int) -> np.ndarray:
-        """Ids of target sentence `index`."""
+        """Return the ids of target sentence `index`."""
         return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
 
     @property
@@ -94,25 +95,25 @@ class EncodedPairs:
 
     @property
     def target_lengths(self) -> np.ndarray:
-        """Tokens of each target sentence, EOS counted, int64."""
+        """Number of tokens in each target sentence, int64, EOS included."""
         return np.diff(self.target_offsets) + 1
 
 
 def encode_pairs(
     pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None = None
 ) -> EncodedPairs:
-    """Pairs as token ids.
+    """Encode pairs as token ids.
 
     Args:
-        pairs: the text.
-        tokenizers: of both sides.
-        model: states whether the source starts with BOS and ends with EOS, which count as tokens.
-        keep: for training. Left out are pairs of which a side is white space only, of which a side is longer than
-            `keep.max_length`, and of which one side has more than `keep.max_length_ratio` times the other's tokens.
-            None: nothing is left out.
+        pairs: The text.
+        tokenizers: The tokenizers of both sides.
+        model: States whether the source starts with BOS and ends with EOS, which count as tokens.
+        keep: The filter of training pairs. A pair is left out if a side is empty or white space, if a side is longer
+            than `keep.max_length`, or if one side has more than `keep.max_length_ratio` times the tokens of the other.
+            None keeps every pair.
 
     Raises:
-        UserError: nothing is left.
+        UserError: No pair is left.
     """
     tokenizers.check_fits(model)
     source, target = _Column(tokenizers.source), _Column(tokenizers.target)
@@ -136,7 +137,7 @@ def encode_pairs(
         report = FilterReport(len(pairs), empty, long, length_ratio, keep.max_length, keep.max_length_ratio)
         if not report.kept:
             raise UserError(
-                f"{pairs.origin}: no pair is left for training: {report}; check the files, or raise data.max_length "
+                f"{pairs.origin}: no pair is left for training: {report}. Check the files, or raise data.max_length "
                 "and data.max_length_ratio"
             )
     return EncodedPairs(*source.arrays(), *target.arrays(), model.source_eos, model.source_bos, report)
@@ -145,13 +146,13 @@ def encode_pairs(
 def load_or_encode(
     config: Config, split: Split, tokenizers: TokenizerPair, cache_directory: Path, pairs: Pairs
 ) -> EncodedPairs:
-    """As `encode_pairs`, from a cache in `cache_directory` if it has these pairs; the training split is filtered.
+    """Encode a split with `encode_pairs`, or load it from the cache. The training split is filtered.
 
-    The arrays are memory-mapped, read-only. A folder of the cache is named after the split and a fingerprint of all
-    that decides its content, so one that is out of date is not found; a damaged one is made again.
+    The arrays are memory-mapped and read-only. A folder of the cache is named after the split and a fingerprint of
+    everything that decides its content, so an outdated folder is not found; a damaged folder is written again.
 
     Raises:
-        UserError: nothing is left for training.
+        UserError: No pair is left for training.
     """
     keep = config.data if split == "train" else None
     directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"
@@ -173,7 +174,7 @@ def load_cached(cache_directory: Path, split: Split, sha256: str, model: ModelCo
 
 
 class _Column:
-    """Gathers the ids of one side."""
+    """Collect the ids of one side."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,43 +1,44 @@
 """Packed batches: a row holds several sentence pairs, one after the other on both sides, and there is one shape.
 
-The rows are packed once: pairs come in a random order, and each goes to that of the open rows in which the least room
-is left. What stands in a row is then a list of lengths. An epoch deals the pairs anew to the places of their lengths,
-and mixes the rows. So every epoch has as many batches, other company for each pair, and is known without the others.
+The rows are packed once: pairs are taken in a random order, and each goes to the open row that has the least space
+left. The content of a row is then a list of lengths. Each epoch assigns the pairs at random to the slots of their own
+lengths, and shuffles the rows. So every epoch has the same number of batches, puts each pair next to other pairs, and
+does not depend on the epochs before it.
 """
 
 import numpy as np
 
 from transformer_jax.data.batching import EpochOrders, Rows, Shape, equal_parts, log2_factorials
 
-_STREAM = 4096  # pairs that are packed one after the other; the streams of a corpus are packed side by side
-_OPEN_ROWS = 32  # of a stream
+_STREAM = 4096  # pairs that are packed one after the other; the streams of a corpus are packed in parallel
+_OPEN_ROWS = 32  # per stream
 
 
 def pack(
     source_lengths: np.ndarray, target_lengths: np.ndarray, length: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Puts every pair into a row of `length` positions on each side.
+    """Put every pair into a row of `length` positions on each side.
 
-    Best fit over a bounded number of open rows: a pair goes where the tighter side has the least room left; if it fits
-    no open row, the fullest one is closed and a new one opened.
+    This is best fit over a bounded number of open rows: a pair goes where the tighter side has the least space left. If
+    it fits no open row, the fullest row is closed and a new one is opened.
 
     >>> pairs, ends = pack(np.array([4, 6, 5]), np.array([5, 4, 9]), 10, np.random.default_rng(0))
     >>> [sorted(row.tolist()) for row in np.split(pairs, ends[:-1])]
     [[2], [0, 1]]
 
     Args:
-        source_lengths: tokens of each pair's source, EOS counted.
-        target_lengths: the same of the target.
-        length: at least the longest pair's tokens on either side.
-        rng: of the order in which pairs are packed.
+        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
+        target_lengths: Number of tokens of each target sentence, EOS included.
+        length: At least the number of tokens of the longest pair on either side.
+        rng: Chooses the order in which pairs are packed.
 
     Returns:
-        The pairs' numbers, row after row, and for each row where it ends in them.
+        The numbers of the pairs, row after row, and the end of each row in them.
     """
     number = len(source_lengths)
     streams = -(-number // _STREAM)
     steps = -(-number // streams)
-    # The numbers after the last pair are of no length, and take no room.
+    # The numbers after the last pair have length 0 and take no space.
     order = np.concatenate([rng.permutation(number), np.full(streams * steps - number, number)])
     lengths = np.zeros((number + 1, 2), np.int32)
     lengths[:number] = np.stack([source_lengths, target_lengths], axis=1)
@@ -62,20 +63,20 @@ def pack(
 
 
 class PackedPlan:
-    """Which pairs stand in which row of which batch: a pure function of (lengths, sizes, seed) and the batch's number.
+    """Which pairs are in which row of which batch: a pure function of (lengths, sizes, seed) and the batch's number.
 
     Each epoch has every pair once. Threads may share a plan.
 
     Args:
-        source_lengths: tokens of each pair's source, EOS counted.
-        target_lengths: the same of the target.
-        length: positions of a row on each side.
-        batch_tokens: positions of a batch on each side; at least `length`. Where eight rows fit, at most a multiple of
-            eight is used, which most numbers of devices divide.
-        seed: of the order.
+        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
+        target_lengths: Number of tokens of each target sentence, EOS included.
+        length: Number of positions of a row on each side.
+        batch_tokens: Number of positions of a batch on each side, at least `length`. If eight rows fit, the maximum
+            number of rows is a multiple of eight, which most numbers of devices divide.
+        seed: Seed of the order.
 
     Raises:
-        ValueError: a pair that fits no row.
+        ValueError: A pair fits no row.
     """
 
     def __init__(
@@ -90,13 +91,13 @@ class PackedPlan:
         self.seed = seed
         self._tokens = int(source_lengths.sum() + target_lengths.sum())
         packed, self._ends = pack(source_lengths, target_lengths, length, np.random.default_rng(seed))
-        most = max(1, batch_tokens // length)
-        most = most // 8 * 8 or most
-        self._shape = Shape(equal_parts(len(self._ends), most), length, length)
-        # Pairs of the same lengths on both sides are of one kind; _places has the places of each kind, in order.
+        max_rows = max(1, batch_tokens // length)
+        max_rows = max_rows // 8 * 8 or max_rows
+        self._shape = Shape(equal_parts(len(self._ends), max_rows), length, length)
+        # Pairs with the same lengths on both sides are of one kind. _slots has the slots of each kind, in order.
         kinds = source_lengths.astype(np.int64) * (length + 1) + target_lengths
         self._kind = np.unique(kinds, return_inverse=True)[1].astype(np.int32)
-        self._places = np.argsort(self._kind[packed], kind="stable")
+        self._slots = np.argsort(self._kind[packed], kind="stable")
         self._order = EpochOrders(self._make_order)
 
     @property
@@ -106,11 +107,11 @@ class PackedPlan:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of an epoch: the same for each."""
+        """Number of batches per epoch."""
         return -(-len(self._ends) // self._shape.rows)
 
     def rows(self, index: int) -> Rows:
-        """What stands in global batch `index`, from 0 on over all epochs."""
+        """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, rows = self._order(epoch)
         chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
@@ -119,20 +120,19 @@ class PackedPlan:
 
     @property
     def padding_share(self) -> float:
-        """The share of an epoch's positions, of both sides together, that hold padding; empty rows are padding."""
+        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
         rows, src_length, tgt_length = self._shape
         return 1 - self._tokens / (self.batches_per_epoch * rows * (src_length + tgt_length))
 
     @property
     def order_bits(self) -> float:
-        """Entropy of an epoch's order, of the rows and of the pairs of the same lengths. All orders of the pairs have
-        log2(pairs!)."""
+        """Entropy of an epoch's order: of the rows, and of the pairs of each kind. The maximum is log2(pairs!)."""
         return log2_factorials(np.bincount(self._kind)) + log2_factorials([len(self._ends)])
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The pairs in their places, and the order of the rows."""
+        """Return the pairs in their slots, and the order of the rows."""
         rng = np.random.default_rng([self.seed, epoch])
         mixed = rng.permutation(len(self._kind))
         pairs = np.empty_like(mixed)
-        pairs[self._places] = mixed[np.argsort(self._kind[mixed], kind="stable")]
+        pairs[self._slots] = mixed[np.argsort(self._kind[mixed], kind="stable")]
         return pairs, rng.permutation(len(self._ends))
