@@ -189,6 +189,7 @@ def test_fewer_steps_than_done_are_refused(tiny):
     training = dataclasses.replace(tiny.config.training, num_steps=1)
     with pytest.raises(UserError, match=r"training.num_steps=1, but .* has done \d+ steps"):
         commands.train(dataclasses.replace(tiny.config, training=training), tiny.run)
+    assert tiny.config.training.num_steps == 4, "the rejected command did not change the run"
 
 
 def test_a_folder_of_something_else_stays_as_it_is(tiny, tmp_path):

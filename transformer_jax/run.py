@@ -131,17 +131,17 @@ def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[in
     steps = broadcast_from_main(_recover_on_main(run, strict, can_write))
     if not can_write and steps[-1:] != [config.training.num_steps]:
         raise UserError(f"{run.path} cannot be written, and the run is not finished. Choose another --workdir")
+    if steps and steps[-1] > config.training.num_steps:
+        raise UserError(
+            f"training.num_steps={config.training.num_steps}, but {run.path} has done {steps[-1]} steps. Set "
+            "--training.num-steps to at least that number"
+        )
     # Until the first checkpoint exists, any field may change, because the run may have failed on a bad flag.
     on_main_process(run.open_for_training)(config, is_bound=bool(steps), write=can_write)
     if can_write:
         check_shared(run.path)
     if not steps:
         on_main_process(shutil.rmtree)(run.tokenizer, ignore_errors=True)
-    elif steps[-1] > config.training.num_steps:
-        raise UserError(
-            f"training.num_steps={config.training.num_steps}, but {run.path} has done {steps[-1]} steps. Set "
-            "--training.num-steps to at least that number"
-        )
     return steps
 
 

@@ -293,8 +293,8 @@ def test_the_table_as_text(report):
     assert lines["A1"].split() == ["A1", "num_heads", "1", "65.11", "63.08", "-", "-"]
     assert lines["big"].split()[-4:] == ["218.30", "214.25", "213", "no"]
     assert "the big row (213) fits no vocabulary that the others fit" in text
-    assert "12 h x 3,600 s x 8 GPUs x 9.5e+12 FLOPS (P100) = 3.28e+18; it says 3.3e+18" in text
-    assert "84 h x 3,600 s x 8 GPUs x 9.5e+12 FLOPS (P100) = 2.30e+19; it says 2.3e+19" in text
+    assert "12 h x 3,600 s x 8 GPUs x 9.5e+12 FLOPS (P100) = 3.28e+18; the paper states 3.3e+18" in text
+    assert "84 h x 3,600 s x 8 GPUs x 9.5e+12 FLOPS (P100) = 2.30e+19; the paper states 2.3e+19" in text
     assert max(map(len, text.splitlines())) <= 130
 
 

@@ -151,21 +151,21 @@ def test_a_row_that_another_command_has_scored_in_the_meantime_stays(tmp_path, m
         file.write_text('{"row": "A1"}\n')
         return {"bleu": 1.0}
 
-    monkeypatch.setattr(commands, "train", lambda *_: types.SimpleNamespace(interrupted_by=None))
+    monkeypatch.setattr(commands, "train", lambda *_: types.SimpleNamespace(interrupted_by=None, state=None))
     monkeypatch.setattr(score_commands, "evaluate", evaluate)
-    (result,) = run_table3(["base"], table3_config(), tmp_path, lambda line: None)
+    (result,) = run_table3(["base"], table3_config(), tmp_path)
     assert [json.loads(line) for line in file.read_text().splitlines()] == [result, {"row": "A1"}]
 
 
 def test_an_interrupt_ends_it_after_the_row_that_was_interrupted(tmp_path, monkeypatch):
     trained = []
 
-    def train(config, run, say):
+    def train(config, run):
         trained.append(run.name)
         return types.SimpleNamespace(interrupted_by="SIGTERM")
 
     monkeypatch.setattr(commands, "train", train)
-    assert list(run_table3(["E", "base"], table3_config(), tmp_path, lambda line: None)) == []
+    assert list(run_table3(["E", "base"], table3_config(), tmp_path)) == []
     assert trained == ["E"]
 
 

@@ -50,11 +50,18 @@ class Checkpoints:
     """Write the checkpoints of a run in the background, and restore them.
 
     A step's folder gets its final name when all its files and its manifest are written, so an interrupted save leaves
-    no checkpoint. The most recent `keep` checkpoints are kept, those at multiples of `keep_every`, and the best one by
-    the metric `best_by`.
+    no checkpoint.
     """
 
     def __init__(self, run: RunDir, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
+        """Open the checkpoints of a run.
+
+        Args:
+            run: The run.
+            keep: Number of most recent checkpoints to keep. The best one is always kept.
+            best_by: Metric by which a checkpoint is the best.
+            keep_every: Checkpoints at multiples of this number of steps are kept. 0 disables this.
+        """
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(keep),

@@ -1,8 +1,8 @@
-"""What a model costs: its parameters by part, and floating-point operations counted from the config.
+"""Count a model's parameters by part, and the floating-point operations of training, from its configuration.
 
-An operation is one multiplication or one addition, so a matrix of n entries costs 2n for each token it reads, forward.
-Backward costs twice as much again: the gradient of the input and that of the matrix. Embedding look-ups, softmax,
-LayerNorm and biases are left out; they are a few percent.
+An operation is one multiplication or one addition, so a matrix of n entries takes 2n operations per token in the
+forward pass. The backward pass takes twice that: the gradients of the input and of the matrix. Embedding look-ups,
+softmax, LayerNorm and biases are not counted; they are a few percent.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from transformer_jax.config import Config, ModelConfig, StackSize
 from transformer_jax.presets import load_recipe, numbers_config
 
 FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE = 40_960, 37_000
-SENTENCE_LENGTH = 30  # of WMT14, in tokens, about: it decides nothing but the products of attention weights
+SENTENCE_LENGTH = 30  # roughly WMT14's, in tokens: affects only the products of attention weights
 
 # Section 6.1: "training time, number of GPUs, sustained single-precision capacity of each", 9.5 TFLOPS for a P100.
 NUM_GPUS, GPU_FLOPS = 8, 9.5e12
 
 
 class PaperCost(NamedTuple):
-    """The paper's estimate of a training cost (Table 2) and the time it is made of (section 5.2)."""
+    """The paper's estimate of a training cost (Table 2), and the time it is computed from (section 5.2)."""
 
     flops: float
     hours: float
 
     @property
     def recomputed(self) -> float:
-        """Time x GPUs x rate."""
+        """Return time x GPUs x rate."""
         return self.hours * 3600 * NUM_GPUS * GPU_FLOPS
 
 
@@ -36,16 +36,17 @@ PAPER_COSTS = {"base": PaperCost(3.3e18, 12.0), "big": PaperCost(2.3e19, 84.0)}
 
 
 class Sides(NamedTuple):
-    """A figure for a token of the source and for a token of the target."""
+    """A number for a source token, and one for a target token."""
 
     source: int
     target: int
 
 
 def parameters_by_part(config: ModelConfig) -> dict[str, int]:
-    """Parameters of the embeddings (positions, logits and their bias among them), of each stack, and of all.
+    """Return the number of parameters of the embeddings, of each stack, and in total.
 
-    By arithmetic, so at once; `model.transformer.count_parameters` counts those of the model itself.
+    Embeddings include learned positions, and the projection to logits with its bias. The numbers are computed by
+    arithmetic, because the table of all rows needs 40 models and tracing one takes 0.3 seconds.
 
     >>> parameters_by_part(ModelConfig.base(37_000))
     {'embeddings': 18944000, 'encoder': 18902016, 'decoder': 25199616, 'total': 63045632}
@@ -76,12 +77,12 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
 
 
 def matrix_entries(config: ModelConfig) -> Sides:
-    """Entries of the matrices that one token is multiplied with.
+    """Return the number of matrix entries that one token is multiplied with.
 
-    Keys and values of the cross-attention are computed from source tokens; logits from target tokens alone.
+    Keys and values of the cross-attention are computed from source tokens, and logits from target tokens.
     """
     d_model, encoder, decoder = config.d_model, config.encoder, config.decoder
-    # One pair of projections: query and output, or key and value, have the widths d_k and d_v between them.
+    # A pair of projections, query and output or key and value, has one of width d_k and one of width d_v.
     encoder_pair = d_model * encoder.num_heads * (encoder.d_k + encoder.d_v)
     decoder_pair = d_model * decoder.num_heads * (decoder.d_k + decoder.d_v)
     encoder_layer = 2 * encoder_pair + 2 * d_model * encoder.d_ff
@@ -93,7 +94,7 @@ def matrix_entries(config: ModelConfig) -> Sides:
 
 
 def attention_products(config: ModelConfig, src_length: int, tgt_length: int) -> Sides:
-    """Multiplications of Q K^T and of the weights with V for one token: every key counts, the masked ones too."""
+    """Return the multiplications of Q K^T and of the weights with V for one token, including masked keys."""
     encoder, decoder = config.encoder, config.decoder
     return Sides(
         source=encoder.num_layers * encoder.num_heads * (encoder.d_k + encoder.d_v) * src_length,
@@ -102,13 +103,13 @@ def attention_products(config: ModelConfig, src_length: int, tgt_length: int) ->
 
 
 def forward_flops(config: ModelConfig, src_length: int, tgt_length: int) -> Sides:
-    """Operations of the forward pass for one token of each side: 2 x (matrix entries + attention products)."""
+    """Return the forward operations for one token of each side: 2 x (matrix entries + attention products)."""
     entries, products = matrix_entries(config), attention_products(config, src_length, tgt_length)
     return Sides(2 * (entries.source + products.source), 2 * (entries.target + products.target))
 
 
 def training_flops(config: ModelConfig, src_length: int = SENTENCE_LENGTH, tgt_length: int = SENTENCE_LENGTH) -> Sides:
-    """Operations of forward and backward pass for one token of each side: 6 x (entries + products).
+    """Return the forward and backward operations for one token of each side: 6 x (entries + products).
 
     >>> training_flops(ModelConfig.base(37_000))
     Sides(source=133226496, target=247996416)
@@ -118,18 +119,18 @@ def training_flops(config: ModelConfig, src_length: int = SENTENCE_LENGTH, tgt_l
 
 
 def params_report(recipe: str, vocab_size: int | None = None, flops: bool = False) -> dict[str, Any]:
-    """What `render` prints, as plain values that JSON can hold.
+    """Return the counts that `render` prints, as values that JSON can hold.
 
-    A recipe file with several rows (`ROWS` and `PAPER`, as configs/table3.py) and no name after it gives the column
-    of parameters of the paper's Table 3. Any other recipe gives its parameters by part.
+    A recipe file with several rows (`ROWS` and `PAPER`, as in configs/table3.py) and no name after it gives the
+    parameter column of the paper's Table 3. Any other recipe gives its parameters by part.
 
     Args:
-        recipe: FILE or FILE:NAME, or nothing for the built-in recipe.
-        vocab_size: counts with so many rows of each table, not with the recipe's (or Table 3's two) sizes.
-        flops: operations, too.
+        recipe: FILE or FILE:NAME. An empty string selects the built-in recipe.
+        vocab_size: Vocabulary size to count with. None uses the recipe's size, or Table 3's two sizes.
+        flops: Whether to count operations too.
 
     Raises:
-        UserError: no such recipe, or a vocabulary too small for it.
+        UserError: The recipe does not exist, or the vocabulary is too small for it.
     """
     config = load_recipe(recipe) if recipe else numbers_config()
     module = runpy.run_path(recipe) if recipe.endswith(".py") else {}  # else FILE:NAME, or a run's config.json
@@ -153,7 +154,7 @@ def params_report(recipe: str, vocab_size: int | None = None, flops: bool = Fals
 
 
 def render(report: dict[str, Any]) -> str:
-    """A report of `params_report` as lines of text."""
+    """Return a report of `params_report` as text."""
     lines = _render_table(report["table"]) if "table" in report else _render_parts(report)
     if "flops" in report:
         lines += [line for cost in report["flops"] for line in ["", *_render_cost(cost)]]
@@ -161,7 +162,7 @@ def render(report: dict[str, Any]) -> str:
         for name, cost in report["paper_cost"].items():
             lines.append(
                 f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
-                f"{cost['recomputed']:.2e}; it says {cost['flops']:.1e}"
+                f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
             )
     return "\n".join(lines)
 
@@ -182,7 +183,7 @@ def _table(
     sizes = [FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE] if vocab_size is None else [vocab_size]
     rows, fits = [], {}
     for name, config in configs.items():
-        # With the biases of the first release: without them C6 would have 52.47 million, which is not 53.
+        # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
         models = [dataclasses.replace(_with_vocab_size(config.model, v), attention_bias=True) for v in sizes]
         counts = [parameters_by_part(model)["total"] for model in models]
         paper = millions[name]
@@ -196,7 +197,7 @@ def _table(
             }
         )
         if paper is not None:
-            # One table serves for all: d_model parameters for each of its rows.
+            # One tied table has d_model parameters per row.
             others = counts[0] - sizes[0] * config.model.d_model
             fits[name] = [_rows_for(edge * 1e6 - others, config.model.d_model) for edge in (paper - 0.5, paper + 0.5)]
     most = [fit for name, fit in fits.items() if name != "big"]
@@ -208,7 +209,7 @@ def _table(
 
 
 def _rows_for(parameters: float, d_model: int) -> int:
-    """The fewest rows of an embedding table that hold so many parameters."""
+    """Return the minimum number of rows with which an embedding table has this number of parameters."""
     return math.ceil(parameters / d_model)
 
 

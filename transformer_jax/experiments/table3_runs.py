@@ -23,18 +23,24 @@ logger = main_process_logger(__name__)
 
 
 def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterator[dict[str, Any]]:
-    """Trains rows around a base recipe, or goes on with them, and scores each on the validation split.
+    """Train or resume rows of Table 3 around a base recipe, and score each on the validation split.
 
-    A row's run is `workdir`/ROW. All have the steps of `base`, and no test split. Yields the figures of each as soon as
-    it is trained, the paper's with them; `workdir`/table3.jsonl has these, and those of rows trained there before.
+    Args:
+        rows: Names of rows, keys of `ROWS`.
+        base: Base recipe. Every row has its number of steps, and no test split.
+        workdir: Folder of the runs: the run of a row is `workdir`/ROW, and `workdir`/table3.jsonl has the results of
+            all rows that were trained there.
+
+    Yields:
+        The result of each row as soon as it is trained, with the paper's numbers.
 
     Raises:
-        UserError: no such row, no validation split, or anything that `commands.train` raises.
+        UserError: A row or the validation split does not exist, or `train` raises an error.
     """
     if not base.data.valid:
         raise UserError("data.valid is empty; the rows of Table 3 are scored on the validation split")
     base = dataclasses.replace(base, data=dataclasses.replace(base.data, test=""))
-    configs = {row: table3_config(row, base) for row in rows}  # what is wrong with any is found before the training
+    configs = {row: table3_config(row, base) for row in rows}  # raises before the first training run
     file = Path(workdir) / "table3.jsonl"
     for row, config in configs.items():
         run = Path(workdir) / row
@@ -42,7 +48,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
         outcome = commands.train(config, run)
         if outcome.interrupted_by:
             return
-        decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # with lists for tuples, as in the file
+        decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # tuples become lists, as in the file
         asked = {"num_steps": config.training.num_steps, "valid": config.data.valid, "decoding": decoding}
         result = broadcast_from_main(_read(file).get(row))
         if outcome.state is not None or result is None or result.get("asked") != asked:
@@ -55,13 +61,13 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
                 "asked": asked,
             }
             on_main_process(_add)(file, result)
-        # What a row compiled is mapped into memory in thousands of places, of which a process may have 65,530.
+        # Compiled code occupies thousands of memory mappings per row, and Linux allows a process 65,530.
         jax.clear_caches()
         yield result
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """Results of `run_table3` as a table, the paper's figures at the right."""
+    """Return results of `run_table3` as a table, with the paper's numbers on the right."""
     width = max(len(result["change"]) for result in results) + 1
     lines = [
         f"{'':{width + 6}}{'here':>24}{'the paper':>24}",
@@ -80,19 +86,19 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             *lines,
             f"here: {first['num_sentences']} sentences of validation after {first['asked']['num_steps']} steps, "
             f"{first['bleu_signature']}",
-            "the paper: newstest2013. Perplexities are per token of a vocabulary: the order of the rows compares, not "
-            "the figures",
+            "the paper: newstest2013. Perplexities are per token of a vocabulary: compare the order of "
+            "the rows, not the numbers",
             *([f"Spearman's rank correlation of the perplexities: {correlation:.2f}"] if len(results) > 2 else []),
         ]
     )
 
 
 def rank_correlation(results: Sequence[dict[str, Any]]) -> float:
-    """Spearman's, between our perplexities and the paper's: 1 for the same order, -1 for the opposite one.
+    """Return Spearman's rank correlation of our perplexities and the paper's: 1 for equal order, -1 for reverse order.
 
-    Equal figures have the mean of their ranks. NaN for less than two rows, or where all are equal.
+    Equal perplexities get the mean of their ranks. The result is NaN for fewer than two rows or if all are equal.
     """
-    sides = [perplexity_of(one) for one in results], [PAPER[one["row"]].perplexity for one in results]
+    sides = [perplexity_of(result) for result in results], [PAPER[result["row"]].perplexity for result in results]
     ours, paper = (_ranks(np.array(side)) for side in sides)
     if len(results) < 2 or ours.std() == 0 or paper.std() == 0:
         return float("nan")
@@ -100,7 +106,7 @@ def rank_correlation(results: Sequence[dict[str, Any]]) -> float:
 
 
 def _change(base: Config, config: Config) -> str:
-    """What the row changes, at this size.
+    """Describe what a row changes in the base recipe.
 
     >>> _change(Config(), table3_config("B1", Config()))
     'd_k 16'
@@ -110,14 +116,14 @@ def _change(base: Config, config: Config) -> str:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The rows of a `table3.jsonl` by name; none where there is no such file, or a damaged one."""
+    """Return the results in a `table3.jsonl` by row. A missing file has none; damaged lines are skipped."""
     return {row["row"]: row for row in read_json_lines(file) if str(row.get("row")) in PAPER}
 
 
 def _add(file: Path, result: dict[str, Any]) -> None:
-    # Read at the last moment: another command may train other rows here, and have scored one while this one was.
-    known = _read(file) | {result["row"]: result}
-    write_atomically(file, "".join(to_json(known[name]) + "\n" for name in PAPER if name in known))
+    # The file is read again, because another process may have added other rows during training.
+    results = _read(file) | {result["row"]: result}
+    write_atomically(file, "".join(to_json(results[name]) + "\n" for name in PAPER if name in results))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -127,29 +133,29 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
-    """Draws the perplexity of each row, the best of the paper's at the top; ours beside it, on an axis of its own.
+    """Plot the perplexity of each row, sorted by the paper's: the paper's on the left, ours on the right.
 
     Args:
-        results: of `ablation.run_table3`.
-        output: a .png, .svg or .pdf file.
+        results: Results of `run_table3`.
+        output: A .png, .svg or .pdf file.
 
     Raises:
-        UserError: as `canvas.drawing`.
+        UserError: The file cannot be written, or has another ending.
     """
-    results = sorted(results, key=lambda one: PAPER[one["row"]].perplexity)
+    results = sorted(results, key=lambda result: PAPER[result["row"]].perplexity)
     places, groups = np.arange(len(results)), list(dict.fromkeys(row[0] for row in ROWS))
-    colors = [COLORS[groups.index(one["row"][0])] for one in results]
-    sides = [PAPER[one["row"]].perplexity for one in results], [perplexity_of(one) for one in results]
+    colors = [COLORS[groups.index(result["row"][0])] for result in results]
+    sides = [PAPER[result["row"]].perplexity for result in results], [perplexity_of(result) for result in results]
     with drawing(output, 7.2, 1.1 + 0.24 * len(results)) as figure:
         names = "the paper: newstest2013", "here: validation"
         for axes, values, name in zip(figure.subplots(1, 2, sharey=True), sides, names, strict=True):
             axes.scatter(values, places, c=colors, s=22)
-            for one, value in zip(results, values, strict=True):
-                if one["row"] == "base":
+            for result, value in zip(results, values, strict=True):
+                if result["row"] == "base":
                     axes.axvline(value, color="#999999", linewidth=0.8, zorder=0)
             axes.set_title(name, fontsize=9)
             axes.set_xlabel("perplexity")
-            axes.set_yticks(places, [f"{one['row']}  {one['change']}".strip() for one in results], fontsize=7)
+            axes.set_yticks(places, [f"{result['row']}  {result['change']}".strip() for result in results], fontsize=7)
             axes.grid(axis="y", alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
         axes.invert_yaxis()

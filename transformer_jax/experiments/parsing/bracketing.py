@@ -1,4 +1,4 @@
-"""Labeled bracketing F1, as EVALB counts it with the parameters of Collins (1997)."""
+"""Compute labeled bracketing F1 as EVALB does with the parameters of Collins (1997)."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,21 +8,21 @@ from transformer_jax.experiments.parsing.trees import ROOTS, Tree
 from transformer_jax.types import UserError
 
 IGNORED_TAGS = frozenset({",", ":", "``", "''", ".", "-NONE-"})
-"""Words of these parts of speech do not count, nor does what holds only such words."""
+"""Parts of speech of words that do not count. A constituent of only such words does not count either."""
 
 Bracket = tuple[str, int, int]
-"""A label, the first word, and the one after the last; words that do not count are not numbered."""
+"""Label, index of the first word, and index after the last word. Words that do not count have no index."""
 
 
 @dataclass(frozen=True)
 class BracketScores:
-    """What parses score against the gold trees. Percentages."""
+    """Scores of parses against gold trees, in percent."""
 
     precision: float
     recall: float
     f1: float
     complete_match: float
-    """Sentences with exactly the gold brackets."""
+    """Share of sentences with exactly the gold brackets."""
     num_sentences: int
     num_gold: int
     num_predicted: int
@@ -30,9 +30,9 @@ class BracketScores:
 
 
 def brackets(tree: Tree) -> Counter[Bracket]:
-    """The constituents of a tree, each as often as it is there: one over the other may have label and words in common.
+    """Return the constituents of a tree and how often each occurs, because nested ones may have equal label and words.
 
-    Left out are roots and words; ADVP and PRT are one label.
+    Roots and words are left out. ADVP and PRT count as one label.
 
     >>> brackets(Tree("TOP", (Tree("S", (Tree("RB", word="so"), Tree(".", word="."))),)))
     Counter({('S', 0, 1): 1})
@@ -54,12 +54,10 @@ def brackets(tree: Tree) -> Counter[Bracket]:
 
 
 def score_brackets(pairs: Iterable[tuple[Tree, Tree]]) -> BracketScores:
-    """Scores of (gold tree, parse) pairs: sums over all sentences, then percentages.
-
-    Both of a pair must have the same words with the same tags, since tags say which words count.
+    """Return the scores of (gold tree, parse) pairs: percentages of sums over all sentences.
 
     Raises:
-        UserError: they have not.
+        UserError: A parse has other words or tags than its gold tree. Tags decide which words count.
     """
     gold_sum = predicted_sum = matched_sum = complete = sentences = 0
     for gold, predicted in pairs:

@@ -1,4 +1,4 @@
-"""What `transformer-jax parsing` does: a treebank as a corpus of sentence pairs, and F1 of a run's parses."""
+"""Prepare a treebank as a corpus of sentence pairs, and score a run's parses: `transformer-jax parsing`."""
 
 import dataclasses
 from collections import Counter
@@ -15,20 +15,19 @@ from transformer_jax.runtime.files import write_atomically
 from transformer_jax.types import UserError
 
 WORDS, TREE = "words", "tree"
-"""The "languages" of a parsing corpus: STEM.words has a sentence a line, STEM.tree its linearized tree."""
+"""Languages of a parsing corpus: each line of STEM.words is a sentence, and that of STEM.tree its linearized tree."""
 
 
 def prepare(splits: dict[str, Sequence[Path]], output: Path, say: Callable[[str], None] = print) -> None:
-    """Writes STEM.words and STEM.tree into a folder, for `data.source` text.
+    """Write STEM.words and STEM.tree into a folder, for `data.source` text.
 
     Args:
-        splits: for each stem, such as train, its files of trees in bracket form, packed or not.
-        output: the folder.
-        say: called with a line for each split.
+        splits: Files of trees in bracket form, compressed or not, for each stem, such as `train`.
+        output: Folder to write.
+        say: Function that is called with a line of text for each split.
 
     Raises:
-        UserError: a file that cannot be read, or is none of trees; a split without any; a folder that cannot be
-            written.
+        UserError: A file cannot be read or does not hold trees, a split has no tree, or the folder cannot be written.
     """
     for stem, files in splits.items():
         trees = [clean(tree) for file in files for tree in read_trees(file)]
@@ -51,19 +50,19 @@ def prepare(splits: dict[str, Sequence[Path]], output: Path, say: Callable[[str]
 
 
 def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding: Any) -> dict[str, Any]:
-    """Labeled bracketing F1 of a run's parses of `stem` in its data folder.
+    """Return the labeled bracketing F1 of a run's parses of a split of its corpus.
 
-    The parses get the gold trees' tags. What is no tree is repaired as `delinearize` says, and counted; a parse that
-    holds no constituent fails, and counts as one without brackets: all of the gold tree's are missed.
+    The parses get the gold trees' tags. Output that is not a tree is repaired by `delinearize` and counted as repaired.
+    A parse without a constituent counts as failed, and misses every bracket of the gold tree.
 
     Args:
-        run: a run trained on what `prepare` wrote.
-        stem: a split there.
-        output: a file for the parses in bracket form, a line each.
-        decoding: replaces fields of the run's `decoding` section.
+        run: Folder of a run that was trained on a corpus of `prepare`.
+        stem: Name of the split.
+        output: File for the parses in bracket form, one per line.
+        decoding: Replacements for fields of the run's `decoding` section.
 
     Raises:
-        UserError: no such run or split, or its lines are no trees.
+        UserError: The run or the split does not exist, or a line of the split is not a tree.
     """
     translator = Translator.load(run, **decoding)
     pairs = read_split(dataclasses.replace(translator.config.data, test=stem), "test")

@@ -1,9 +1,9 @@
-"""Trees as sequences of tokens and back (Vinyals et al. 2015, which the paper follows in section 6.3).
+"""Convert trees to sequences of tokens and back (Vinyals et al. 2015, whom the paper follows in section 6.3).
 
-    (S (NP (DT the) (NN dog)) (VP (VBZ runs)))    is    (S (NP DT NN )NP (VP VBZ )VP )S
+    (S (NP (DT the) (NN dog)) (VP (VBZ runs)))    becomes    (S (NP DT NN )NP (VP VBZ )VP )S
 
-The words are left out, since they are the source; the i-th tag belongs to the i-th of them. What a model writes need
-not be a tree: `delinearize` makes one of anything and says what that took.
+Words are left out, because they are the source; the i-th tag belongs to the i-th word. The output of a model need not
+be a tree: `delinearize` builds a tree from any tokens and reports whether it repaired them.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ State = Literal["whole", "repaired", "failed"]
 
 
 class Read(NamedTuple):
-    """What `delinearize` made."""
+    """Result of `delinearize`."""
 
     tree: Tree
-    """Under a root TOP, with exactly the words that were given."""
+    """Tree under a root TOP with exactly the words of the sentence."""
     state: State
-    """whole: the tokens are this tree. repaired: something was added or left out. failed: they hold no constituent."""
+    """whole: the tokens are the tree. repaired: brackets or tags were added or left out. failed: no constituent."""
 
 
 def linearize(tree: Tree) -> list[str]:
-    """The tokens of a tree whose root is TOP, which is left out."""
+    """Return the tokens of a tree without its root TOP."""
     if tree.word:
         return [tree.label]
     inside = [token for child in tree.children for token in linearize(child)]
@@ -32,16 +32,19 @@ def linearize(tree: Tree) -> list[str]:
 
 
 def delinearize(tokens: Sequence[str], words: Sequence[str], tags: Sequence[str] | None = None) -> Read:
-    """The tree that tokens say, over these words.
+    """Return the tree that tokens describe over the words of a sentence.
 
-    Repairs: a closing bracket closes what is open inside its own too, and is left out if none of its label is open; at
-    the end all are closed; a constituent without a word is left out, as is one within MAX_DEPTH others; so are tags
-    beyond the last word, and words that have no tag become the last children of the last constituent below the root.
+    Tokens that are not a tree are repaired:
+
+    - A closing bracket also closes the brackets that are open inside its own. It is left out if no bracket of its
+      label is open. At the end all brackets are closed.
+    - Constituents without a word, constituents inside MAX_DEPTH others, and tags after the last word are left out.
+    - Words without a tag become the last children of the last constituent below the root.
 
     Args:
-        tokens: opening brackets `(NP`, closing ones `)NP`, and tags.
-        words: of the sentence.
-        tags: their parts of speech, in place of those among the tokens.
+        tokens: Opening brackets `(NP`, closing brackets `)NP`, and tags.
+        words: Words of the sentence.
+        tags: Parts of speech of the words. None takes them from the tokens.
 
     >>> delinearize("(S (NP PRP )NP VBZ )S".split(), ["it", "works"]).state
     'whole'

@@ -1,4 +1,4 @@
-"""Trees in the bracket form of the Penn Treebank: `(S (NP (DT the) (NN dog)) (VP (VBZ runs)))`."""
+"""Read trees in the bracket form of the Penn Treebank: `(S (NP (DT the) (NN dog)) (VP (VBZ runs)))`."""
 
 import re
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from transformer_jax.data.files import read_lines
 from transformer_jax.types import UserError
 
 ROOTS = frozenset({"", "TOP", "ROOT", "S1"})
-"""Labels of the bracket around a whole tree, which says nothing."""
+"""Labels of the bracket around a complete tree."""
 
 MAX_DEPTH = 200
-"""Brackets within each other; those of the Penn Treebank have a fifth of it."""
+"""Maximum depth of nested brackets, five times that of the Penn Treebank."""
 
 
 class Tree(NamedTuple):
-    """A constituent with children, or a word: the label is then its part of speech, and there are no children."""
+    """A constituent with children, or a word, whose label is its part of speech."""
 
     label: str
     children: tuple["Tree", ...] = ()
     word: str = ""
 
     def leaves(self) -> Iterator["Tree"]:
-        """The words, from left to right."""
+        """Yield the words from left to right."""
         pending = [self]
         while pending:
             tree = pending.pop()
@@ -32,23 +32,24 @@ class Tree(NamedTuple):
             pending.extend(reversed(tree.children))
 
     def __str__(self) -> str:
+        """Return the tree in bracket form."""
         inside = self.word or " ".join(map(str, self.children))
         return f"({self.label} {inside})"
 
 
 def parse_trees(lines: list[str], origin: str) -> list[Tree]:
-    """Trees in bracket form, one after the other; a tree may go over several lines.
+    """Return the trees in lines of bracket form. A tree may extend over several lines.
 
     >>> [tree] = parse_trees(["( (S (NP (PRP it))", "     (VP (VBZ works))))"], "here")
     >>> tree.children[0].children[1].children
     (Tree(label='VBZ', children=(), word='works'),)
 
     Raises:
-        UserError: brackets that do not match, more than MAX_DEPTH within each other, or one that holds neither a word
-            alone nor brackets alone; names the line.
+        UserError: Brackets do not match, are nested deeper than MAX_DEPTH, or hold both a word and brackets; the
+            message names the line.
     """
     trees: list[Tree] = []
-    # Each bracket that is open: its label, its children, its word.
+    # Label, children and word of each open bracket.
     open_brackets: list[tuple[str, list[Tree], str]] = []
     before = ""
     tokens = ((n, token) for n, line in enumerate(lines, 1) for token in re.findall(r"[()]|[^\s()]+", line))
@@ -81,18 +82,18 @@ def parse_trees(lines: list[str], origin: str) -> list[Tree]:
 
 
 def read_trees(path: Path) -> list[Tree]:
-    """The trees of a file in bracket form, unpacked if it ends with .gz, .xz or .zst.
+    """Return the trees of a file in bracket form, decompressed if its name ends with .gz, .xz or .zst.
 
     Raises:
-        UserError: the file cannot be read, or is none of trees; names the line.
+        UserError: The file cannot be read, or does not hold trees; the message names the line.
     """
     return parse_trees(read_lines(path), str(path))
 
 
 def clean(tree: Tree) -> Tree:
-    """The tree as parsers learn it, under a root TOP: without empty elements and function tags.
+    """Return the tree that parsers learn: under a root TOP, without empty elements and function tags.
 
-    -NONE- goes, and whatever holds nothing else; NP-SBJ becomes NP, and NP=2 too.
+    -NONE- and constituents of nothing else are removed. NP-SBJ and NP=2 become NP.
 
     >>> print(clean(parse_trees(["((S (NP-SBJ (-NONE- *)) (VP (VB go))))"], "here")[0]))
     (TOP (S (VP (VB go))))
