@@ -71,12 +71,12 @@ class _FixError(Exception):
     """What a check raises to say what to do."""
 
 
-def examine(subject: str = "", say: Callable[[str], None] = print) -> Iterator[Finding]:
-    """Checks this machine, and a recipe or a run if one is named; says a line for each check as it is done.
+def run_checks(subject: str = "") -> Iterator[Finding]:
+    """Check this machine, and a recipe or a run, and yield a finding per check as soon as it is done.
 
     Args:
-        subject: a recipe (FILE or FILE:NAME), a run's folder or its `config.json`; empty: the machine alone.
-        say: called with each line, `ok   name: fact` or `FIX  name: what to do`.
+        subject: A recipe (FILE or FILE:NAME), the folder of a run, or its `config.json`. Empty checks the machine
+            alone.
     """
     checks: list[tuple[str, Callable[[], str]]] = [
         ("packages", _packages),
@@ -106,7 +106,6 @@ def examine(subject: str = "", say: Callable[[str], None] = print) -> Iterator[F
             finding = Finding(name, False, str(error))
         except Exception as error:  # a check that fails is a finding too
             finding = Finding(name, False, f"cannot be checked: {first_line(error)}")
-        say(str(finding))
         yield finding
 
 

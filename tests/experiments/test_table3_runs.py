@@ -172,7 +172,7 @@ def test_an_interrupt_ends_it_after_the_row_that_was_interrupted(tmp_path, monke
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        ([], 2, "name rows, all or some of base, A1"),
+        ([], 2, "name rows: all, or some of base, A1"),
         (["base", "--scale", "3"], 2, "scale is 3; it must be a whole number that divides"),
         (["base", "F"], 1, "table3 has no recipe 'F'; legal: base, A1"),
         (["all", "--scale", "32"], 1, "row A4 of Table 3: model.num_heads=32 does not divide"),

@@ -115,7 +115,8 @@ def install(killer):
 if __name__ == "__main__":
     record, phase, count, fraction, *arguments = sys.argv[1:]
     from transformer_jax import cli
+    from transformer_jax.runtime import environment
 
-    cli.use_compilation_cache()  # before jax is imported, as the command line does
+    environment.use_compilation_cache()  # before jax is imported, as the command line does
     install(Killer(record, phase, int(count), float(fraction)))
     sys.exit(cli.main(arguments))

@@ -1,134 +1,60 @@
-"""The command line: parsers only. `transformer-jax COMMAND ...`, and `train.py`."""
+"""The command line: `transformer-jax COMMAND ...` and `train.py`."""
 
-import errno
-import logging
-import os
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from transformer_jax.cli import experiments, models, pictures, runs, scores, translation
-from transformer_jax.cli.parsing import take_flag
-from transformer_jax.runtime.distributed import abort, is_main_process, is_multiprocess, process_label
-from transformer_jax.runtime.environment import make_deterministic, tune_malloc, use_compilation_cache
-from transformer_jax.types import UserError, first_line
+from transformer_jax.cli.evaluate import Average, Evaluate, Score
+from transformer_jax.cli.experiments import Parsing, Table3
+from transformer_jax.cli.inspect import Attention, Doctor, Params, Plot
+from transformer_jax.cli.interop import Compare, Export, Import
+from transformer_jax.cli.parsing import arg, parse, parse_known, subcommand
+from transformer_jax.cli.session import GlobalOptions, session
+from transformer_jax.cli.train import Train
+from transformer_jax.cli.train import train_main as train_main
+from transformer_jax.cli.translate import Translate
 
-USAGE = """usage: transformer-jax COMMAND ... [--traceback] [--no-malloc-tuning] [--no-compilation-cache]
-                                   [--deterministic]
+Command = (
+    Annotated[Train, subcommand("train")]
+    | Annotated[Translate, subcommand("translate")]
+    | Annotated[Evaluate, subcommand("evaluate")]
+    | Annotated[Score, subcommand("score")]
+    | Annotated[Average, subcommand("average")]
+    | Annotated[Attention, subcommand("attention")]
+    | Annotated[Plot, subcommand("plot")]
+    | Annotated[Import, subcommand("import")]
+    | Annotated[Export, subcommand("export")]
+    | Annotated[Compare, subcommand("compare")]
+    | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Params, subcommand("params")]
+    | Annotated[Table3, subcommand("table3")]
+    | Annotated[Parsing, subcommand("parsing")]
+)
 
-commands:
-  train [CONFIG] [--workdir DIR] [--section.field VALUE ...]   train a recipe, or go on with a run
-  translate RUN [...] < in.txt > out.txt                       translate, a line for each line
-  evaluate RUN... [--source FILE --reference FILE] [...]       BLEU, chrF, loss, speed; differences; --sweep
-  score RUN --source FILE --target FILE [...]                  log-probabilities of given translations
-  average RUN [--last K|--minutes M|--steps S...]              average checkpoints
-  attention RUN "SENTENCE" --output FILE [...]                 what the model attends to: a page, or a picture
-  plot RUN|CONFIG... --output FILE [--panels NAME...]          learning curves, schedules, lengths, padding
-  import --from FORMAT PATH --output RUN [...]                 a run of another software's model
-  export RUN --to FORMAT --output DIR                          a run for another software
-  compare --against PEER [PATH] [...]                          the same weights here and there, layer by layer
-  doctor [CONFIG|RUN]                                          what is ready here and what needs fixing
-  params [CONFIG] [--flops]                                    count parameters and training cost
-  table3 ROW... [--scale N] [--section.field VALUE ...]        train rows of the paper's Table 3, print them beside it
-  parsing prepare --train FILE... --output DIR [...]           trees as sentence pairs, for configs/parsing_wsj.py
-  parsing score RUN [--split STEM]                             labeled bracketing F1 of a run's parses
 
-options:
-  --traceback           show where an error comes from
-  --no-malloc-tuning    train with the C library's allocator as it is
-  --no-compilation-cache  compile everything anew
-  --deterministic       the same bits in every run, on GPUs too, where it costs speed
+@dataclass(frozen=True)
+class CommandLine:
+    """The Transformer of 'Attention Is All You Need': train, decode, measure, compare.
 
-transformer-jax COMMAND --help says more."""
+    `transformer-jax COMMAND --help` lists the options of a command.
+    """
 
-COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": runs.train,
-    "translate": translation.translate,
-    "evaluate": scores.evaluate,
-    "score": scores.score,
-    "average": scores.average,
-    "attention": pictures.attention,
-    "plot": pictures.plot,
-    "import": models.import_model,
-    "export": models.export_model,
-    "compare": models.compare,
-    "doctor": models.doctor,
-    "params": models.params,
-    "table3": experiments.table3,
-    "parsing": experiments.parsing,
-}
+    command: Annotated[Command, arg(name="")]
+    options: Annotated[GlobalOptions, arg(name="")] = field(default_factory=GlobalOptions)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit status: 0, or 1 for a stated failure; 2, for wrong usage, is raised."""
-    given = list(sys.argv[1:] if args is None else args)
-    show_traceback = take_flag(given, "--traceback")
-    # It speeds up training and slows down decoding.
-    if not take_flag(given, "--no-malloc-tuning") and given[:1] in (["train"], ["table3"]):
-        tune_malloc()
-    if not take_flag(given, "--no-compilation-cache"):
-        use_compilation_cache()
-    if take_flag(given, "--deterministic"):
-        make_deterministic()
-    if not given or given[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    if given[0] not in COMMANDS:
-        print(f"transformer-jax: {given[0]!r} is no command; legal: {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    warnings.showwarning = _show_warning
-    handler = logging.StreamHandler(sys.stderr)
-    logger = logging.getLogger("transformer_jax")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        status = COMMANDS[given[0]](given[1:])
-        sys.stdout.flush()
-    except UserError as error:
-        if show_traceback:
-            traceback.print_exc()
-        print(f"error: {_who()}{' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        if is_multiprocess():
-            abort(1)
-        return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the exit's flush does not fail too
-        return 1
-    except Exception as error:  # a defect here: one line for the user, all of it with --traceback
-        if is_multiprocess():
-            if show_traceback:
-                traceback.print_exc()
-            print(
-                f"error: {_who()}{first_line(error)}\nif another process has ended, that is why, and its last lines "
-                "say more; the same command in all processes goes on from the last checkpoint",
-                file=sys.stderr,
-            )
-            abort(1)
-        if show_traceback:
-            raise
-        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cure = "make room on the disk, and run it again" if is_full else "run again with --traceback to see where"
-        print(f"error: {first_line(error)}\n{cure}", file=sys.stderr)
-        return 1
-    finally:
-        logger.removeHandler(handler)
-    return status or 0
+    """Run a command and return its exit status: 0, 1 after a failure, 2 after wrong usage.
 
-
-def train_main() -> int:
-    """`python train.py ...` is `transformer-jax train ...`."""
-    return main(["train", *sys.argv[1:]])
-
-
-def _who() -> str:
-    return f"{process_label()}: " if is_multiprocess() else ""
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, UserWarning) and (not is_multiprocess() or is_main_process()):
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+    Args:
+        args: The arguments. None takes those of the process.
+    """
+    options, rest = parse_known(GlobalOptions, sys.argv[1:] if args is None else args)
+    if rest[:1] == ["train"]:
+        return train_main(rest[1:], options)
+    with session(options, trains=rest[:1] == ["table3"]) as current:
+        command = parse(CommandLine, rest or ["--help"]).command
+        assert not isinstance(command, Train)  # its defaults depend on the recipe: train_main parses it
+        current.status = command.run() or 0
+    return current.status

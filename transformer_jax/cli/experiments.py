@@ -1,137 +1,122 @@
-"""Parsers of the commands that repeat the paper's experiments: table3, parsing."""
+"""The commands that repeat experiments of the paper: table3, parsing."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from transformer_jax.cli.parsing import MISSING, FlagConversionOff, Positional, arg, parse, take_flag, usage_error
-from transformer_jax.cli.runs import decoding_of, given_fields, join_processes
-from transformer_jax.config import Config, DecodingConfig
+from transformer_jax.cli.parsing import DecodingFlags, FlagConversionOff, Positional, arg, given, subcommand
+from transformer_jax.cli.session import processes
+from transformer_jax.config import Config
 from transformer_jax.experiments.table3 import ROWS, scaled, table3_config
 from transformer_jax.runtime.distributed import Cluster, is_main_process
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
 
 
-def table3(args: list[str]) -> None:
-    """`transformer-jax table3`."""
-    as_json = take_flag(args, "--json")
-    rows = []
-    while args and not args[0].startswith("-"):
-        rows.append(args.pop(0))
-    if rows == ["all"]:
-        rows = list(ROWS)
+@dataclass(frozen=True)
+class Table3:
+    """Train rows of the paper's Table 3 and print parameters, perplexity and BLEU next to the paper's.
 
-    @dataclass(frozen=True)
-    class Table3(Config):
-        scale: int = 1
-        """Divides d_model and d_ff: 4 gives a base of 128 and 512. Heads and layers stay."""
-        workdir: Path = Path("runs") / "table3"
-        """The rows' runs are its folders. The same command again goes on with them."""
-        picture: Path | None = None
-        """Draws the rows beside the paper's: a .png, .svg or .pdf file."""
-        cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
+    All rows are trained for the same number of steps. The flags of the recipe change the base row; the other rows
+    change sizes in the paper's proportions. Progress goes to stderr.
+    """
 
-    base = table3_config()
-    parsed = parse(
-        Table3,
-        "table3 ROW...",
-        args,
-        default=Table3(**{item.name: getattr(base, item.name) for item in dataclasses.fields(Config)}),
-        description="Trains rows of the paper's Table 3, all for the same number of steps, and prints parameters, "
-        "perplexity and BLEU on the validation split beside the paper's. The flags change the base row, and the rows "
-        f"change what comes of it, sizes in the paper's proportion. ROW is all, or some of {', '.join(ROWS)}. Progress "
-        "goes to stderr; --json, without a value, prints one JSON object a row.",
-        config=(FlagConversionOff,),
-    )
-    if not rows:
-        usage_error("table3", f"name rows, all or some of {', '.join(ROWS)}")
-    base = Config(**{item.name: getattr(parsed, item.name) for item in dataclasses.fields(Config)})
-    try:
-        base = scaled(base, parsed.scale)
-    except UserError as error:
-        usage_error("table3", str(error))
-    join_processes(parsed.cluster)
-    from transformer_jax.experiments.table3_runs import render, run_table3
+    rows: Annotated[Positional[tuple[str, ...]], arg(metavar="ROW...")]
+    """Rows: base, A1 to A4, B1, B2, C1 to C7, D1 to D4, E, big, or all."""
+    scale: int = 1
+    """Divisor of d_model and d_ff: 4 gives a base model of 128 and 512. Heads and layers stay."""
+    workdir: Path = Path("runs") / "table3"
+    """Folder of the rows' runs. The same command resumes them."""
+    picture: Path | None = None
+    """File for a picture of the rows next to the paper's: .png, .svg or .pdf."""
+    json: bool = False
+    """Print one JSON object per row and line instead of the table."""
+    cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
+    config: Annotated[FlagConversionOff[Config], arg(name="")] = field(default_factory=table3_config)
 
-    results = []
-    for result in run_table3(rows, base, parsed.workdir):
-        results.append(result)
-        if as_json and is_main_process():
-            print(to_json(result), flush=True)
-    if results and not as_json and is_main_process():
-        print(render(results))
-    if results and parsed.picture is not None and is_main_process():
-        from transformer_jax.experiments.table3_runs import plot_table3
+    def __post_init__(self) -> None:
+        """Check that there are rows, and that the scale divides the sizes."""
+        if not self.rows:
+            raise UserError(f"name rows: all, or some of {', '.join(ROWS)}")
+        scaled(self.config, self.scale)
 
-        plot_table3(results, parsed.picture)
+    def run(self) -> None:
+        """Train the rows, and print the table."""
+        with processes(self.cluster):
+            from transformer_jax.experiments.table3_runs import plot_table3, render, run_table3
+
+            rows = list(ROWS) if self.rows == ("all",) else list(self.rows)
+            results = []
+            for result in run_table3(rows, scaled(self.config, self.scale), self.workdir):
+                results.append(result)
+                if self.json and is_main_process():
+                    print(to_json(result), flush=True)
+            if results and is_main_process():
+                if not self.json:
+                    print(render(results))
+                if self.picture is not None:
+                    plot_table3(results, self.picture)
 
 
-def parsing(args: list[str]) -> None:
-    """`transformer-jax parsing prepare` and `parsing score`."""
-    actions = {"prepare": _prepare, "score": _score}
-    if args and args[0] in actions:
-        actions[args[0]](args[1:])
-    elif args[:1] in (["-h"], ["--help"]):
-        print("usage: transformer-jax parsing {prepare,score} ...; each has a --help of its own")
-    else:
-        usage_error("parsing", f"{args[0] if args else 'nothing'} is no action; legal: {', '.join(actions)}")
+@dataclass(frozen=True)
+class ParsingPrepare:
+    """Convert a treebank to pairs of words and trees as tokens, without empty elements and function tags."""
+
+    output: Path
+    """Folder for the files STEM.words and STEM.tree."""
+    train: tuple[Path, ...]
+    """Files of trees in bracket form for training, plain or .gz, .xz, .zst."""
+    valid: tuple[Path, ...] = ()
+    """Files of trees for validation."""
+    test: tuple[Path, ...] = ()
+    """Files of trees for the test."""
+
+    def __post_init__(self) -> None:
+        """Check that there are training files."""
+        if not self.train:
+            raise UserError("--train names no file")
+
+    def run(self) -> None:
+        """Write the pairs."""
+        from transformer_jax.experiments.parsing.command import prepare
+
+        splits = {"train": self.train, "valid": self.valid, "test": self.test}
+        prepare({stem: files for stem, files in splits.items() if files}, self.output)
 
 
-def _prepare(args: list[str]) -> None:
-    @dataclass(frozen=True)
-    class Prepare:
-        output: Path
-        """The folder to write STEM.words and STEM.tree into."""
-        train: tuple[Path, ...]
-        """Files of trees in bracket form, plain or .gz, .xz, .zst."""
-        valid: tuple[Path, ...] = ()
-        """The same for validation."""
-        test: tuple[Path, ...] = ()
-        """The same for the test."""
+@dataclass(frozen=True)
+class ParsingScore:
+    """Print the labeled bracketing F1 of a run's parses, as EVALB counts it. Invalid trees are repaired and counted."""
 
-    parsed = parse(
-        Prepare,
-        "parsing prepare",
-        args,
-        default=None,
-        description="Makes sentence pairs of a treebank: the words, and the tree as a sequence of tokens, without "
-        "empty elements and function tags.",
-    )
-    if not parsed.train:
-        usage_error("parsing prepare", "--train names no file")
-    from transformer_jax.experiments.parsing.command import prepare
+    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    decoding: Annotated[DecodingFlags, arg(name="")] = field(default_factory=DecodingFlags)
+    split: str = "valid"
+    """Stem of the files that `parsing prepare` wrote."""
+    output: Path | None = None
+    """File for the parses in bracket form, a line each."""
+    json: bool = False
+    """Print one JSON object on one line, and nothing else on stdout."""
 
-    splits = {stem: getattr(parsed, stem) for stem in ("train", "valid", "test")}
-    prepare({stem: files for stem, files in splits.items() if files}, parsed.output)
+    def run(self) -> None:
+        """Print the score."""
+        from transformer_jax.experiments.parsing.command import say_score, score
+
+        result = score(self.run_folder, self.split, self.output, **given(self.decoding))
+        if self.json:
+            print(to_json(result))
+        else:
+            say_score(result)
 
 
-def _score(args: list[str]) -> None:
-    @dataclass(frozen=True)
-    class Score:
-        run: Positional[Path]
-        """The run's folder."""
-        decoding: Annotated[DecodingConfig, arg(name="")] = field(default_factory=DecodingConfig)
-        split: str = "valid"
-        """Which of the files that prepare wrote."""
-        output: Path | None = None
-        """A file for the parses in bracket form, a line each."""
-        json: bool = False
-        """One JSON object on one line, and nothing else on stdout."""
+@dataclass(frozen=True)
+class Parsing:
+    """Convert treebanks, and score parses (paper section 6.3)."""
 
-    parsed = parse(
-        Score,
-        "parsing score",
-        args,
-        default=Score(MISSING, decoding_of(args)),
-        description="Labeled bracketing F1 of a run's parses, as EVALB counts it. What is no tree is repaired, and "
-        "counted.",
-    )
-    from transformer_jax.experiments.parsing.command import say_score, score
+    action: Annotated[
+        Annotated[ParsingPrepare, subcommand("prepare")] | Annotated[ParsingScore, subcommand("score")], arg(name="")
+    ]
 
-    result = score(parsed.run, parsed.split, parsed.output, **given_fields(parsed.decoding, args))
-    if parsed.json:
-        print(to_json(result))
-    else:
-        say_score(result)
+    def run(self) -> None:
+        """Run the action."""
+        self.action.run()

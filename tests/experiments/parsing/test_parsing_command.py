@@ -118,11 +118,11 @@ def test_files_that_are_no_trees_are_named(parses, wsj, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "nothing is no action; legal: prepare, score"),
-        (["train"], "train is no action; legal: prepare, score"),
+        ([], "Expected one of {prepare, score}"),
+        (["train"], "Available subcommands: prepare, score"),
         (["prepare", "--output", "x"], "--train"),
         (["prepare", "--output", "x", "--train"], "--train names no file"),
-        (["score"], "Missing from transformer-jax parsing score: PATH"),
+        (["score"], "Missing from transformer-jax parsing score: RUN"),
     ],
 )
 def test_wrong_usage(cli, args, message):

@@ -1,0 +1,186 @@
+"""The commands that score runs and choose parameters: evaluate, score, average."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from transformer_jax.cli.parsing import DecodingFlags, Positional, arg, given
+from transformer_jax.cli.session import processes
+from transformer_jax.runtime.distributed import Cluster, is_main_process
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
+
+if TYPE_CHECKING:
+    from transformer_jax.data.pairs import Pairs
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Score runs: BLEU and chrF in several variants, exact match, loss, perplexity, speed, and differences."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...")]
+    """Folders of the runs."""
+    decoding: Annotated[DecodingFlags, arg(name="")] = field(default_factory=DecodingFlags)
+    source: Path | None = None
+    """Text file to translate instead of a split of the run's corpus."""
+    reference: Path | None = None
+    """Translations of --source, line by line."""
+    split: Literal["test", "valid", "train"] | None = None
+    """Split of the run's corpus. None takes test, or valid for a sweep."""
+    tokenize: str | None = None
+    """sacreBLEU's tokenization of the first BLEU. None takes 13a, or none for a corpus that is already tokenized."""
+    lowercase: bool = False
+    """Lowercase the text for the first BLEU."""
+    language: str | None = None
+    """Two-letter code of the language of Moses' tokenizer. None takes data.target_language of the run."""
+    output: Path | None = None
+    """File for the translations of one run, a line each, detokenized if the corpus is tokenized."""
+    ensemble: tuple[Path, ...] = ()
+    """More runs, whose token probabilities are averaged with those of RUN."""
+    bootstrap: int = 1000
+    """Number of bootstrap samples for intervals and for the comparison of each run with the first. 0 disables them."""
+    sweep: tuple[str, ...] = ()
+    """FIELD=VALUE,VALUE... of decoding settings: print the scores of each combination on the validation split."""
+    json: bool = False
+    """Print one JSON object per run and line, and nothing else on stdout."""
+    cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
+
+    def __post_init__(self) -> None:
+        """Check the flags together."""
+        if not self.runs:
+            raise UserError("name a run")
+        if (self.source is None) != (self.reference is None):
+            raise UserError("--source and --reference need each other")
+        if self.output is not None and (len(self.runs) > 1 or self.sweep):
+            raise UserError("--output is for one run without --sweep")
+
+    def run(self) -> None:
+        """Print the results."""
+        with processes(self.cluster):
+            from transformer_jax.evaluation.evaluate import evaluate_runs
+            from transformer_jax.evaluation.sweep import sweep
+
+            pairs = None
+            if self.source is not None and self.reference is not None:
+                pairs = _read_pairs(self.source, self.reference)
+            options: dict[str, Any] = {
+                "tokenize": self.tokenize,
+                "lowercase": self.lowercase,
+                "ensemble": self.ensemble,
+            }
+            options |= given(self.decoding)
+            if self.sweep:
+                for run in self.runs:
+                    self._print_sweep(sweep(run, self.sweep, pairs, self.split or "valid", **options))
+                return
+            options |= {"num_samples": self.bootstrap, "language": self.language, "output": self.output}
+            self._print(evaluate_runs(self.runs, pairs, self.split or "test", **options))
+
+    def _print(self, results: Iterable[dict[str, Any]]) -> None:
+        from transformer_jax.evaluation.evaluate import difference_lines, result_lines
+
+        first = None
+        for result in results:
+            if not is_main_process():
+                continue
+            if self.json:
+                print(to_json(result), flush=True)
+                continue
+            members = (result, *result.get("ensemble", ()))
+            print(" + ".join(f"{member['run']}, checkpoint {member['checkpoint']}" for member in members))
+            print(*result_lines(result), sep="\n")
+            if first is not None and self.bootstrap:
+                print(*difference_lines(result, first), sep="\n")
+            first = first or result
+
+    def _print_sweep(self, results: Iterable[dict[str, Any]]) -> None:
+        best: dict[str, Any] = {}
+        for result in results:
+            if not is_main_process():
+                continue
+            if self.json:
+                print(to_json(result), flush=True)
+                continue
+            if not best:
+                runs = " + ".join(member["run"] for member in (result, *result.get("ensemble", ())))
+                print(f"{runs}, {result['split']}  ({result['bleu_signature']})")
+            setting = _flags(result["setting"])
+            print(f"BLEU {result['bleu']:6.2f}  chrF {result['chrf']:6.2f}  {setting}", flush=True)
+            if not best or result["bleu"] > best["bleu"]:
+                best = result
+        if best:
+            print(f"best: {_flags(best['setting'])}")
+
+
+@dataclass(frozen=True)
+class Score:
+    """Print the log-probability that a run gives to each of the given translations."""
+
+    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    source: Path
+    """Text file of sentences."""
+    target: Path
+    """Translations of --source, line by line."""
+    format: Literal["text", "jsonl"] = "text"
+    """Format of a line. text: score, log-probability in nats and number of tokens (EOS included), separated by tabs.
+    jsonl: a JSON object."""
+    checkpoint: str | None = None
+    """Parameters: last, best, average or the number of a step. None takes the run's own."""
+    ensemble: tuple[Path, ...] = ()
+    """More runs, whose token probabilities are averaged with those of RUN."""
+
+    def run(self) -> None:
+        """Print a line per pair."""
+        from transformer_jax.decoding.translator import Translator
+        from transformer_jax.evaluation.scoring import score_pairs
+
+        translator = Translator.load(self.run_folder, ensemble=self.ensemble, **checkpoint_of(self.checkpoint))
+        for score in score_pairs(translator, _read_pairs(self.source, self.target)):
+            text = f"{score.score:.4f}\t{score.log_prob:.4f}\t{score.num_tokens}"
+            print(to_json(score._asdict()) if self.format == "jsonl" else text)
+
+
+@dataclass(frozen=True)
+class Average:
+    """Average the parameters of checkpoints (paper section 6.1), for --checkpoint average."""
+
+    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    last: int | None = None
+    """Number of last checkpoints. None takes 5 if no other flag selects checkpoints."""
+    minutes: float | None = None
+    """Minutes before the last checkpoint in which the averaged ones were written. The paper wrote one every 10."""
+    steps: tuple[int, ...] = ()
+    """Steps of the checkpoints."""
+
+    def __post_init__(self) -> None:
+        """Check the flags together."""
+        if sum((self.last is not None, self.minutes is not None, bool(self.steps))) > 1:
+            raise UserError("--last, --minutes and --steps exclude each other")
+
+    def run(self) -> None:
+        """Average, and print the steps."""
+        from transformer_jax.checkpoint.run_dir import RunDir
+        from transformer_jax.evaluation.evaluate import average
+
+        last = 5 if self.minutes is None and not self.steps and self.last is None else self.last
+        steps = average(self.run_folder, last, minutes=self.minutes, steps=self.steps)
+        print(f"{RunDir(self.run_folder).average}: the average of the steps {', '.join(map(str, steps))}")
+
+
+def checkpoint_of(checkpoint: str | None) -> dict[str, str]:
+    """Return the decoding setting of a `--checkpoint` flag."""
+    return {} if checkpoint is None else {"checkpoint": checkpoint}
+
+
+def _flags(setting: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setting.items())
+
+
+def _read_pairs(source: Path, target: Path) -> "Pairs":
+    from transformer_jax.data.files import read_lines
+    from transformer_jax.data.pairs import Pairs
+
+    return Pairs(read_lines(source), read_lines(target), f"{source} and {target}")

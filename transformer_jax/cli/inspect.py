@@ -1,0 +1,107 @@
+"""The commands that show what a run, a recipe or a machine is: attention, plot, params, doctor."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from transformer_jax.cli.evaluate import checkpoint_of
+from transformer_jax.cli.parsing import Positional, arg
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import UserError
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Draw what the model attends to: a page that needs no server, or a picture."""
+
+    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run."""
+    sentence: Annotated[Positional[str], arg(metavar="SENTENCE")]
+    """Sentence to translate."""
+    output: Path
+    """File to write: a page to explore (.html), or a picture (.png, .svg, .pdf)."""
+    target: str | None = None
+    """Translation to show instead of the run's own."""
+    kind: Literal["encoder", "decoder", "cross"] = "cross"
+    """Attention to show first: self-attention of the encoder, of the decoder, or cross-attention. A page has all."""
+    layer: int | None = None
+    """Layer to show first, counted from 1. None shows the last."""
+    head: int | Literal["all", "mean"] = "all"
+    """Head to show first, counted from 1, or all heads, or their mean."""
+    style: Literal["lines", "map"] = "lines"
+    """Style to show first: lines between tokens, or a heat map."""
+    checkpoint: str | None = None
+    """Parameters: last, best, average or the number of a step. None takes the run's own."""
+
+    def run(self) -> None:
+        """Write the file, and print the translation."""
+        from transformer_jax.decoding.translator import Translator
+        from transformer_jax.visualization.attention import View, attention_of
+        from transformer_jax.visualization.attention_drawing import draw_attention
+
+        translator = Translator.load(self.run_folder, **checkpoint_of(self.checkpoint))
+        attention = attention_of(translator, self.sentence, self.target, run=str(self.run_folder))
+        draw_attention(attention, self.output, View(self.kind, self.layer, self.head, self.style))
+        print(f"{self.output}: {attention.target}")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw learning curves, schedules, sentence lengths and padding of runs and recipes next to each other."""
+
+    subjects: Annotated[Positional[tuple[str, ...]], arg(metavar="RUN|CONFIG...")]
+    """Folders of runs, and recipes: FILE or FILE:NAME."""
+    output: Path
+    """Picture to write: .png, .svg or .pdf."""
+    panels: tuple[Literal["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding", "positions"], ...] = ()
+    """Panels to draw. Empty draws all for which there are data, except positions."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a subject."""
+        if not self.subjects:
+            raise UserError("name a run or a recipe")
+
+    def run(self) -> None:
+        """Write the file, and print the panels."""
+        from transformer_jax.visualization.plots import plot
+
+        print(f"{self.output}: {', '.join(plot(self.subjects, self.output, self.panels))}")
+
+
+@dataclass(frozen=True)
+class Params:
+    """Count the parameters of a recipe, and the cost of training it."""
+
+    config: Annotated[Positional[str], arg(metavar="CONFIG")] = ""
+    """Recipe: FILE or FILE:NAME. A file of several recipes counts all of them. Empty takes the built-in recipe."""
+    vocab_size: int | None = None
+    """Vocabulary size instead of the recipe's."""
+    flops: bool = False
+    """Add the cost of training."""
+    json: bool = False
+    """Print one JSON object on one line."""
+
+    def run(self) -> None:
+        """Print the table."""
+        from transformer_jax.experiments.cost import params_report, render
+
+        report = params_report(self.config, self.vocab_size, self.flops)
+        print(to_json(report) if self.json else render(report))
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Check this machine, and a recipe or a run, and print what needs fixing."""
+
+    subject: Annotated[Positional[str], arg(metavar="CONFIG|RUN")] = ""
+    """Recipe (FILE or FILE:NAME), folder of a run, or its config.json. Empty checks the machine alone."""
+
+    def run(self) -> int:
+        """Print a line per check. Return 1 if something needs fixing."""
+        from transformer_jax.doctor import run_checks
+
+        is_well = True
+        for finding in run_checks(self.subject):
+            print(finding, flush=True)
+            is_well &= finding.ok
+        return 0 if is_well else 1
