@@ -77,7 +77,7 @@ def test_a_layer_that_is_not_there():
 
 @pytest.mark.parametrize("most", [2**24, 1])
 def test_a_batch_is_as_one_by_one(tiny, monkeypatch, most):
-    monkeypatch.setattr(alignment, "_MOST_WEIGHTS", most)  # 1: each pair is a batch
+    monkeypatch.setattr(alignment, "_MAX_WEIGHTS", most)  # 1: each pair is a batch
     translator = Translator.load(tiny.run, beam_size=2)
     texts = ["the dog", "a cat sees the blue house", "two"]
     found = translator.translate_n_best(texts, 2)

@@ -19,6 +19,7 @@ from transformer_jax.decoding import translator as module
 from transformer_jax.decoding.decode import search_spec
 from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, padded_length, search
+from transformer_jax.evaluation.scoring import score_pairs
 from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.types import EOS_ID, UserError
 
@@ -355,3 +356,24 @@ def test_load_refuses_what_is_not_there(tiny, decoding, message):
         Translator.load(tiny.run, **decoding)
     with pytest.raises(UserError, match="is not a run"):
         Translator.load(tiny.corpus)
+
+
+@pytest.mark.parametrize("length_penalty", ["gnmt", "power", "none"])
+@pytest.mark.parametrize("beam_size", [1, 3])
+def test_score_of_a_translation_equals_score_pairs(length_penalty, beam_size):
+    """Greedy search and beam search rank by the score that `score_pairs` gives the same pair."""
+    decoding = {"beam_size": beam_size, "length_penalty": length_penalty, "max_length_offset": 20}
+    translator, compared = make(tie_embeddings="target", logits_bias=True, decoding=decoding), 0
+    bias = np.zeros(14, np.float32)
+    bias[EOS_ID] = 3.0  # so that greedy translations end
+    bias[[1, 3]] = -100.0  # BOS and UNK have no text
+    translator.params = translator.params | {"logits_bias": jnp.asarray(bias)}
+    texts = sentences(2, 3, 4, 5, 6, 7)
+    for text, (best,) in zip(texts, translator.translate_n_best(texts, 1), strict=True):
+        (ids,) = translator.tokenizers.target.encode([best.text])
+        if best.token_ids != (*ids, EOS_ID):  # the limit ended it
+            continue
+        (pair,) = score_pairs(translator, [(text, best.text)])
+        assert (best.score, best.log_prob) == pytest.approx((pair.score, pair.log_prob), rel=1e-4)
+        compared += 1
+    assert compared

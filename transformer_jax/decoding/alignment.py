@@ -1,4 +1,4 @@
-"""Which word of the source each word of a translation comes from, as cross-attention has it."""
+"""Alignment of target tokens with source tokens by cross-attention."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from transformer_jax.decoding.translator import Hypothesis, Translator, pad, pai
 from transformer_jax.model.transformer import Transformer, attention_maps
 from transformer_jax.types import Params, UserError
 
-_MOST_WEIGHTS = 2**24  # of a batch, 64 MB in float32 for each layer
+_MAX_WEIGHTS = 2**24  # attention weights of a batch, 64 MB in float32 for each layer
 
 
 class Alignment(NamedTuple):
@@ -21,7 +21,7 @@ class Alignment(NamedTuple):
     source_tokens: tuple[str, ...]
     target_tokens: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]
-    """(place of a source token, place of a target token), from 0: one for each target token."""
+    """(index of a source token, index of a target token), one for each target token."""
 
 
 def align(
@@ -30,58 +30,58 @@ def align(
     translations: Sequence[Sequence[Hypothesis]],
     layer: int | None = None,
 ) -> list[list[Alignment]]:
-    """The source token that each target token attends to most, by the mean over the heads of one layer.
+    """Align each target token with the source token that it attends to most, by one layer's mean over its heads.
 
-    The decoder reads the translations once more. What counts is the attention of the position that writes a token. Of
-    an ensemble the mean over its members is taken.
+    The decoder reads the translations once more. The attention of a target token is that of the position that generates
+    it; an ensemble takes the mean over its members.
 
     Args:
-        translator: the model.
-        texts: the sources.
-        translations: those of each source, as `translate_n_best` gives them.
-        layer: of the decoder, from 1; None: the last but one, whose attention is most like an alignment by hand (Garg
-            et al. 2019), or the only one.
+        translator: The model.
+        texts: The sources.
+        translations: Translations of each source, as `translate_n_best` returns them.
+        layer: Layer of the decoder, from 1. None: the second to last layer, whose attention agrees best with alignments
+            by hand (Garg et al. 2019), or the only layer.
 
     Returns:
-        As many for each text as it has translations.
+        One alignment per translation of each text.
 
     Raises:
-        UserError: a model without such a layer.
+        UserError: The model has no such layer.
     """
     depths = [member.config.decoder.num_layers for member in translator.members]
     if layer is not None and not 1 <= layer <= min(depths):
         raise UserError(f"layer is {layer}; the decoder has layers 1 to {min(depths)}")
     model = translator.config.model
-    sources = translator.encode(texts, warn=False)  # it was said when they were translated
-    places = [(text, rank) for text, found in enumerate(translations) for rank in range(len(found))]
-    src = [sources[text] for text, _ in places]
-    tgt = [list(translations[text][rank].token_ids) for text, rank in places]
-    results: list[list[Alignment]] = [[] for _ in texts]
-    weights: list[np.ndarray] = [np.zeros((0, 0))] * len(places)
+    sources = translator.encode(texts, warn=False)  # `translate_n_best` has warned of truncated lines
+    order = [(text, rank) for text, hypotheses in enumerate(translations) for rank in range(len(hypotheses))]
+    src = [sources[text] for text, _ in order]
+    tgt = [list(translations[text][rank].token_ids) for text, rank in order]
+    weights: list[np.ndarray] = [np.zeros((0, 0))] * len(order)
     heads = max(member.config.decoder.num_heads for member in translator.members)
     lengths = [len(ids) for ids in src], [len(ids) for ids in tgt]
     for chosen, (size, source_length, target_length) in pair_batches(
-        *lengths, translator.max_sequence_length, lambda source, target: _MOST_WEIGHTS // (heads * source * target)
+        *lengths, translator.max_sequence_length, lambda source, target: _MAX_WEIGHTS // (heads * source * target)
     ):
         src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
         tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)
-        found = []
+        attention = []
         for member, depth in zip(translator.members, depths, strict=True):
-            place = (layer or max(depth - 1, 1)) - 1
-            found.append(_cross_attention(Transformer(member.config), member.params, src_ids, tgt_in, place))
-        mean = np.mean(jax.device_get(found), axis=0)
+            index = (layer or max(depth - 1, 1)) - 1
+            attention.append(_cross_attention(Transformer(member.config), member.params, src_ids, tgt_in, index))
+        mean = np.mean(jax.device_get(attention), axis=0)
         for row, index in enumerate(chosen):
             weights[index] = mean[row]
-    for (text, _), source_ids, target_ids, one in zip(places, src, tgt, weights, strict=True):
+    results: list[list[Alignment]] = [[] for _ in texts]
+    for (text, _), source_ids, target_ids, attended in zip(order, src, tgt, weights, strict=True):
         words = slice(int(model.source_bos), len(source_ids) - model.source_eos)
         source = source_ids[words]
         target = target_ids[: len(target_ids) - (target_ids[-1:] == [model.eos_id])]
-        best = one[: len(target), words].argmax(axis=1) if source and target else []
+        best = attended[: len(target), words].argmax(axis=1) if source and target else []
         results[text].append(
             Alignment(
                 tuple(translator.tokenizers.source.pieces(source)),
                 tuple(translator.tokenizers.target.pieces(target)),
-                tuple((int(place), number) for number, place in enumerate(best)),
+                tuple((int(source_index), target_index) for target_index, source_index in enumerate(best)),
             )
         )
     return results
@@ -91,5 +91,5 @@ def align(
 def _cross_attention(
     model: Transformer, params: Params, src: Int[Array, "b s"], tgt_in: Int[Array, "b t"], layer: int
 ) -> Float[Array, "b t s"]:
-    """The mean over the heads of a decoder layer."""
+    """Return the cross-attention of a decoder layer, the mean over its heads."""
     return attention_maps(model, params, src, tgt_in)[f"decoder/layer_{layer}/cross_attention"].mean(axis=1)

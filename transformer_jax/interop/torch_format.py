@@ -42,6 +42,67 @@ def _attention(foreign: str, ours: str) -> list[Row]:
     ]
 
 
+def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
+    """Convert the state dict of a `torch.nn.MultiheadAttention` to parameters of a `MultiHeadAttention`.
+
+    Args:
+        state_dict: NumPy arrays `in_proj_weight` [3 * d_model, d_model] and `out_proj.weight` [d_model, d_model]; with
+            biases also `in_proj_bias` and `out_proj.bias`.
+        num_heads: Number of heads, which a state dict does not show.
+
+    Returns:
+        Parameters of `MultiHeadAttention(d_model, num_heads, use_bias="in_proj_bias" in state_dict)`.
+
+    Raises:
+        UserError: The state dict has other tensors, or `num_heads` does not divide d_model.
+    """
+    biases = {"in_proj_bias", "out_proj.bias"}
+    if set(state_dict) - biases != {"in_proj_weight", "out_proj.weight"} or len(biases & set(state_dict)) == 1:
+        raise UserError(
+            f"the state dict has {', '.join(sorted(state_dict))}; in_proj_weight and out_proj.weight are needed, with "
+            "or without in_proj_bias and out_proj.bias. Use a module without kdim, vdim, bias_k and bias_v."
+        )
+    d_model = len(state_dict["out_proj.weight"])
+    if d_model % num_heads:
+        raise UserError(f"num_heads={num_heads} does not divide d_model={d_model}. Pass the module's num_heads.")
+    heads = num_heads, d_model // num_heads
+    params: dict[str, dict[str, np.ndarray]] = {
+        name: {"kernel": weight.T.reshape(d_model, *heads)}
+        for name, weight in zip(("query", "key", "value"), np.split(state_dict["in_proj_weight"], 3), strict=True)
+    }
+    params["output"] = {"kernel": state_dict["out_proj.weight"].T.reshape(*heads, d_model)}
+    if "in_proj_bias" in state_dict:
+        for name, bias in zip(params, np.split(state_dict["in_proj_bias"], 3), strict=False):
+            params[name]["bias"] = bias.reshape(heads)
+        params["output"]["bias"] = state_dict["out_proj.bias"]
+    return params
+
+
+def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
+    """Convert parameters of a `MultiHeadAttention` to a state dict of `torch.nn.MultiheadAttention`, in NumPy arrays.
+
+    Raises:
+        UserError: d_k or d_v is not d_model / num_heads, for which torch has no module.
+    """
+    inputs = [params[name] for name in ("query", "key", "value")]
+    d_model, num_heads, _ = inputs[0]["kernel"].shape
+    for name in ("query", "key", "value"):
+        shape = params[name]["kernel"].shape
+        if shape[1] * shape[2] != d_model:
+            raise UserError(
+                f"{name}/kernel has shape {list(shape)}; torch.nn.MultiheadAttention needs heads of width d_model / "
+                f"num_heads = {d_model / num_heads:g}"
+            )
+    tensors = {
+        "in_proj_weight": np.concatenate([np.asarray(part["kernel"]).reshape(d_model, -1).T for part in inputs]),
+        "out_proj.weight": np.asarray(params["output"]["kernel"]).reshape(-1, d_model).T.copy(),
+    }
+    if "bias" in params["output"]:
+        tensors["in_proj_bias"] = np.concatenate([np.asarray(part["bias"]).reshape(-1) for part in inputs])
+        tensors["out_proj.bias"] = np.asarray(params["output"]["bias"])
+    return tensors
+
+
 def _stack(foreign: str, ours: str, attentions: Mapping[str, str]) -> list[Row]:
     rows: list[Row] = []
     for number, (there, here) in enumerate(attentions.items(), 1):

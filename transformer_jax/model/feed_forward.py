@@ -12,14 +12,22 @@ Activation = Literal["relu", "gelu", "swish"]
 
 
 def activate(x: Float[Array, "..."], activation: Activation) -> Float[Array, "..."]:
-    """relu: max(0, x), the paper. gelu: x Phi(x), exactly. swish: x sigmoid(x)."""
+    """Apply the activation function.
+
+    relu     max(0, x)       paper equation 2
+    gelu     x Phi(x)        exact, not the tanh approximation
+    swish    x sigmoid(x)
+    """
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
     return jax.nn.relu(x) if activation == "relu" else jax.nn.swish(x)
 
 
 class FeedForward(nn.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2   (paper eq. 2); W_1, b_1 are `inner`, W_2, b_2 are `outer`."""
+    """max(0, x W_1 + b_1) W_2 + b_2 (paper equation 2).
+
+    Parameters: W_1 and b_1 are `inner`, W_2 and b_2 are `outer`.
+    """
 
     d_model: int
     d_ff: int
@@ -29,12 +37,17 @@ class FeedForward(nn.Module):
     param_dtype: str = "float32"
 
     def setup(self) -> None:
-        init = xavier_uniform(self.d_model, self.d_ff)  # the same for both: fans swapped
+        init = xavier_uniform(self.d_model, self.d_ff)  # equal for both kernels, whose fans are swapped
         self.inner = nn.Dense(self.d_ff, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
         self.outer = nn.Dense(self.d_model, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(self, x: Float[Array, "b t d_model"], *, deterministic: bool = True) -> Float[Array, "b t d_model"]:
-        """The same function at each position."""
+        """Apply the network to each position separately.
+
+        Args:
+            x: Input of the network.
+            deterministic: Turn dropout of the hidden activations off.
+        """
         hidden = activate(self.inner(x), self.activation)
         return self.outer(self.dropout(hidden, deterministic=deterministic))

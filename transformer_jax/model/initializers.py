@@ -1,4 +1,4 @@
-"""Initial parameters: the paper names no scheme, its released code does (tensor2tensor).
+"""Initializers. The paper names no scheme; the defaults are those of its released code (tensor2tensor).
 
 | `initialization`  | embedding tables    | projections                                                         |
 |-------------------|---------------------|---------------------------------------------------------------------|
@@ -21,7 +21,10 @@ Initialization = Literal["tensor2tensor", "xavier_uniform", "torch_fused"]
 
 
 def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
-    """U(-a, a) with a = sqrt(6 / (fan_in + fan_out)), whatever the shape asked for (Glorot and Bengio, 2010)."""
+    """Return the initializer U(-a, a) with a = sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010).
+
+    The fans are arguments, because the kernels of an attention have more than two axes.
+    """
     bound = math.sqrt(6 / (fan_in + fan_out))
 
     def init(key: Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> Array:
@@ -31,12 +34,19 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
 
 
 def embedding_initializer(initialization: Initialization, rows: int, d_model: int) -> Initializer:
-    """For a table of `rows` vectors."""
+    """Return the initializer of a table of `rows` vectors."""
     if initialization == "xavier_uniform":
         return xavier_uniform(rows, d_model)
     return normal(stddev=d_model**-0.5)
 
 
 def attention_initializer(initialization: Initialization, d_model: int, width: int, fused_width: int) -> Initializer:
-    """For a projection of d_model to `width`, one of those that `fused_width` counts together."""
+    """Return the initializer of an attention's query, key or value projection.
+
+    Args:
+        initialization: Which scheme.
+        d_model: Number of inputs.
+        width: Number of outputs of the projection.
+        fused_width: Number of outputs of the query, key and value projections in total.
+    """
     return xavier_uniform(d_model, fused_width if initialization == "torch_fused" else width)

@@ -19,28 +19,41 @@ def layer_norm(
     epsilon: float = 1e-6,
     variant: NormVariant = "standard",
 ) -> Float[Array, "*b d_model"]:
-    """standard: scale (x - mean) / sqrt(variance + epsilon) + bias, with the variance divided by n.
+    """Normalize the last axis (Ba et al. 2016).
 
-    unbiased_std: scale (x - mean) / (std + epsilon) + bias, with the std divided by n - 1 (annotated-transformer).
-    Computed in at least float32, returned in the dtype of `x`.
+        standard        scale (x - mean) / sqrt(variance + epsilon) + bias, with the variance divided by n
+        unbiased_std    scale (x - mean) / (std + epsilon) + bias, with the std divided by n - 1 (annotated-transformer)
+
+    Args:
+        x: Vectors to normalize.
+        scale: The gain of each component.
+        bias: The offset of each component.
+        epsilon: Added to the variance or to the standard deviation.
+        variant: Which formula.
+
+    Returns:
+        The result, computed in at least float32, in the dtype of `x`.
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    centerd = x.astype(dtype) - jnp.mean(x, axis=-1, keepdims=True, dtype=dtype)
+    centered = x.astype(dtype) - jnp.mean(x, axis=-1, keepdims=True, dtype=dtype)
     if variant == "standard":
-        variance = jnp.mean(jnp.square(centerd), axis=-1, keepdims=True)
-        normed = centerd * jax.lax.rsqrt(variance + jnp.asarray(epsilon, dtype))
+        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+        normed = centered * jax.lax.rsqrt(variance + jnp.asarray(epsilon, dtype))
     else:
-        sum_of_squares = jnp.sum(jnp.square(centerd), axis=-1, keepdims=True)
+        sum_of_squares = jnp.sum(jnp.square(centered), axis=-1, keepdims=True)
         # sqrt has an infinite slope at 0: a constant row would turn the gradient into NaN.
         safe = jnp.where(sum_of_squares > 0, sum_of_squares, 1)
         std = jnp.where(sum_of_squares > 0, jnp.sqrt(safe / (x.shape[-1] - 1)), 0)
-        normed = centerd / (std + jnp.asarray(epsilon, dtype))
+        normed = centered / (std + jnp.asarray(epsilon, dtype))
     shape = (1,) * (x.ndim - 1) + (-1,)
     return (normed * scale.reshape(shape).astype(dtype) + bias.reshape(shape).astype(dtype)).astype(x.dtype)
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` with its parameters, `scale` and `bias`."""
+    """Layer normalization; see `layer_norm`.
+
+    Parameters: `scale` [d_model], `bias` [d_model].
+    """
 
     epsilon: float = 1e-6
     variant: NormVariant = "standard"
@@ -48,12 +61,12 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b d_model"]) -> Float[Array, "*b d_model"]:
-        """Normalizes the last axis."""
+        """Normalize the last axis."""
         shape, dtype = (x.shape[-1],), jnp.dtype(self.param_dtype)
         scale = self.param("scale", nn.initializers.ones, shape, dtype)
         bias = self.param("bias", nn.initializers.zeros, shape, dtype)
         normalize: Callable[..., Array] = partial(layer_norm, epsilon=self.epsilon, variant=self.variant)
         if x.dtype != jnp.promote_types(x.dtype, jnp.float32):
-            # The backward pass keeps `x`, and not what is computed of it in float32, which is twice as large.
+            # The backward pass stores `x` instead of its float32 intermediates, which are twice as large.
             normalize = jax.checkpoint(normalize)
         return normalize(x, scale, bias)
