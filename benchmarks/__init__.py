@@ -1,4 +1,4 @@
-"""Timings of this project beside its peers, on the same machine, in turn. Run from the repository's root:
+"""Time this project and its peers on one machine, in alternation. Run from the repository's root:
 
 python -m benchmarks.training_step    a training step against torch.nn.Transformer
 python -m benchmarks.decoding         translating against transformers' MarianMTModel and CTranslate2

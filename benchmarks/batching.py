@@ -1,4 +1,4 @@
-"""Training on bucketed against packed batches of the same corpus, in turn: seconds of a million tokens, compilation.
+"""Compare training on bucketed and on packed batches of one corpus: seconds per million tokens, and compilation.
 
 python -m benchmarks.batching --sizes small --corpora multi30k
 """
@@ -15,7 +15,7 @@ Answer = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one line for each corpus and size; a ratio above 1: packed is faster."""
+    """Print one line for each corpus and size. A ratio above 1 means that packed batches are faster."""
     flags = parser(__doc__.splitlines()[0], rounds=5)
     flags.add_argument("--corpora", type=comma_list, default=["multi30k", "wmt"])
     flags.add_argument("--sizes", type=comma_list, default=["small"], help=", ".join(SIZES))
@@ -54,8 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
-    """Steps on the batches of a plan, in its order, each shape compiled ahead. A unit is one batch; the seconds are
-    those of a million tokens that are no padding."""
+    """Run training steps on the batches of a plan, in its order, with each shape compiled ahead of time.
+
+    A unit of work is one batch. The seconds are per million tokens, padding not counted.
+    """
     from functools import partial
 
     import jax

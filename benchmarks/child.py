@@ -1,4 +1,4 @@
-"""One side of a comparison, in a process of its own: `python -m benchmarks.child MODULE:FUNCTION SPEC`.
+"""Run one side of a comparison in its own process: `python -m benchmarks.child MODULE:FUNCTION SPEC`.
 
 The function gets the spec (JSON) and returns (what is known of this side, a function from a command to an answer). The
 process answers each line of its standard input with a line of JSON, and ends with its input.
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Reads the command line and answers until the input ends."""
+    """Read the command line, and answer commands until the input ends."""
     target, spec = sys.argv[1], json.loads(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def peak_memory() -> int:
-    """The largest resident size of this process so far, in bytes."""
+    """Return the peak resident size of this process, in bytes."""
     with open("/proc/self/status", encoding="ascii") as status:
         (line,) = (line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

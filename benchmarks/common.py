@@ -1,4 +1,4 @@
-"""What all benchmarks share: sides that take turns, and one JSON line for each figure."""
+"""Run sides in alternation, and write one JSON line for each measurement."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers", "ctransla
 
 
 class SideError(RuntimeError):
-    """A side's process ended or took too long; the message says what it said last."""
+    """Reports that a side's process ended or timed out, with its last output."""
 
 
 class Side:
@@ -51,7 +51,7 @@ class Side:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the side says of itself.
+        """Return the description of the side.
 
         Raises:
             SideError: it does not become ready.
@@ -61,7 +61,7 @@ class Side:
         return self._info
 
     def ask(self, **command: Any) -> dict[str, Any]:
-        """The answer to a command.
+        """Send a command and return its answer.
 
         Raises:
             SideError: there is none.
@@ -76,7 +76,7 @@ class Side:
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Stop the process."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -124,7 +124,7 @@ def child_environment(device: str) -> dict[str, str]:
 
 
 def take_turns(sides: Mapping[str, Side], rounds: int, turn_seconds: float, **command: Any) -> dict[str, list[float]]:
-    """A B A B: each side in turn, `rounds` times; the others wait meanwhile.
+    """Measure the sides in alternation (A B A B), `rounds` times each, while the others wait.
 
     Each side first takes a turn that does not count: it warms up, and says how many units of work fill `turn_seconds`.
 
@@ -145,7 +145,7 @@ def take_turns(sides: Mapping[str, Side], rounds: int, turn_seconds: float, **co
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median and spread.
+    """Return the median, the range and the quartiles.
 
     >>> summary([1.0, 3.0, 2.0])
     {'median': 2.0, 'min': 1.0, 'q1': 1.5, 'q3': 2.5, 'max': 3.0}
@@ -165,7 +165,7 @@ def comparison(ours: Sequence[float], peer: Sequence[float]) -> dict[str, Any]:
 
 
 class Output:
-    """Prints figures as JSON lines, and appends them to a file if one is given."""
+    """Prints measurements as JSON lines, and appends them to a file if one is set."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -173,7 +173,7 @@ class Output:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, benchmark: str, name: str, figures: Mapping[str, Any]) -> None:
-        """One line. `benchmark` and `name` together say what was measured."""
+        """Write one line. `benchmark` and `name` together identify the measurement."""
         line = json.dumps({"benchmark": benchmark, "name": name, **figures, **environment()})
         print(line, flush=True)
         if self._path is not None:
@@ -181,12 +181,12 @@ class Output:
                 file.write(line + "\n")
 
     def skip(self, benchmark: str, name: str, reason: object) -> None:
-        """A figure that could not be had, with the reason."""
+        """Write the reason why a measurement failed."""
         self.write(benchmark, name, {"skipped": str(reason)})
 
 
 def parser(description: str, rounds: int) -> argparse.ArgumentParser:
-    """The flags that all benchmarks have."""
+    """Add the flags that all benchmarks share."""
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     made.add_argument("--rounds", type=int, default=rounds, help="turns of each side (default %(default)s)")
@@ -202,7 +202,7 @@ def comma_list(text: str) -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """Where a figure was measured."""
+    """Describe the machine and the versions of a measurement."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -234,7 +234,7 @@ def _fields(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with a + where files differ from it."""
+    """Return the commit of this checkout, followed by + if files differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Corpora of random ids whose sentences are as long as real ones, and the plans of their batches."""
+"""Make corpora of random ids with realistic sentence lengths, and plans of their batches."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +17,7 @@ LONGEST = 256
 
 
 def make_corpus(name: str, pairs: int, vocab_size: int) -> EncodedPairs:
-    """A corpus of `LENGTHS`, the same at each call."""
+    """Return a corpus with the lengths `LENGTHS`. Each call returns equal ids."""
     rng = np.random.default_rng(0)
     mean, deviation, ratio_mean, ratio_deviation = LENGTHS[name]
     source = rng.lognormal(mean, deviation, pairs)
@@ -31,7 +31,7 @@ def make_corpus(name: str, pairs: int, vocab_size: int) -> EncodedPairs:
 
 
 def make_plan(kind: str, encoded: EncodedPairs, batch_tokens: int, max_shapes: int = 12) -> Plan:
-    """The plan of batches of `batch_tokens` tokens on each side."""
+    """Return the plan for batches of `batch_tokens` tokens on each side."""
     lengths = encoded.source_lengths, encoded.target_lengths
     if kind == "bucketed":
         return BatchPlan(*lengths, choose_shapes(*lengths, batch_tokens, max_shapes), seed=0)
@@ -39,12 +39,12 @@ def make_plan(kind: str, encoded: EncodedPairs, batch_tokens: int, max_shapes: i
 
 
 def count_tokens(batch: Batch) -> int:
-    """Tokens of both sides that are no padding."""
+    """Return the number of non-padding tokens of both sides."""
     return int(np.count_nonzero(batch.src) + np.count_nonzero(batch.tgt_out))
 
 
 def entropy(items: Iterable[Any]) -> float:
-    """Of the frequencies of items, in bits."""
+    """Return the entropy of the frequencies of items, in bits."""
     counts: dict[Any, int] = {}
     for item in items:
         counts[item] = counts.get(item, 0) + 1

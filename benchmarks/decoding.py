@@ -32,7 +32,7 @@ PAIRS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one line for each size, beam, batch and pair of sides."""
+    """Print one line for each size, beam, batch and pair of sides."""
     flags = parser(__doc__.splitlines()[0], rounds=7)
     flags.add_argument("--sizes", type=comma_list, default=["small", "base"], help=", ".join(SIZES))
     flags.add_argument("--pairs", type=comma_list, help=f"OURS:PEER of {', '.join(SIDES)}")
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(label: str, work: dict[str, Any], options: argparse.Namespace, output: Output) -> bool:
-    """All that is asked for of one model. False if one of our sides failed."""
+    """Measure one model in every requested setting; return False if one of our sides failed."""
     good = True
     with tempfile.TemporaryDirectory(prefix="benchmark-decoding-") as folder, ExitStack() as stack:
         # The allocator's setting costs decoding a little and is the command line's for training.
@@ -100,7 +100,7 @@ def _measure(label: str, work: dict[str, Any], options: argparse.Namespace, outp
 def _turns(
     label: str, sides: dict[str, Side], beam: int, batch: int, options: argparse.Namespace, output: Output
 ) -> None:
-    """All sides in turn on the same calls; a line for each pair."""
+    """Measure all sides in alternation on equal calls; print a line for each pair."""
     command = {"beam": beam, "batch": batch}
     first = {name: side.ask(**command, outputs=True) for name, side in sides.items()}
     seconds = take_turns(sides, options.rounds, options.turn_seconds, **command)

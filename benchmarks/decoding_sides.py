@@ -1,5 +1,7 @@
-"""The sides of the decoding benchmark, each in a process of its own: with torch imported beside it, CTranslate2 would
-be several times slower. So each imports in its function what it alone needs.
+"""Translate with each side of the decoding benchmark, in its own process.
+
+With torch imported in the same process, CTranslate2 would be several times slower. Each side therefore imports in its
+own function what it needs.
 
 All of them find in a folder what `prepare` made: the run, its exports `marian` and `ctranslate2`, and `work.json` with
 the sentences. A command says which of them: `start`, `batch` sentences a call (the next call takes the next ones),
@@ -23,7 +25,7 @@ FORCED = 32
 
 
 def prepare(spec: Mapping[str, Any]) -> tuple[Answer, Turn]:
-    """Makes the folder.
+    """Write the files that the sides read.
 
     Args:
         spec: `folder`; `size` for random weights, words as tokens and EOS impossible, so that every output is as long

@@ -19,7 +19,7 @@ from benchmarks.common import ROOT, Output, child_environment
 
 
 class Part(NamedTuple):
-    """A command line of another benchmark and the seconds it may take."""
+    """A command line of another benchmark, and its time limit in seconds."""
 
     name: str
     arguments: list[str]
@@ -59,7 +59,7 @@ def parts(scale: str) -> list[Part]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the parts until the time is up. The status is 1 if a part failed or there was no time for it."""
+    """Run the parts until the time limit. Return 1 if a part failed or was skipped for lack of time."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("folder", nargs="?", type=Path, default=os.environ.get("OUT") or ROOT / "benchmarks" / "results")
     flags.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(part: Part, seconds: float, device: str, path: Path, environment: dict[str, str], output: Output) -> bool:
-    """Runs a part in a process group of its own, so that its sides end with it."""
+    """Run a part in its own process group, so that its sides end with it."""
     module, *rest = part.arguments
     command = [sys.executable, "-m", f"benchmarks.{module}", *rest, "--device", device, "--output", str(path)]
     start = time.monotonic()

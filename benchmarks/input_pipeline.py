@@ -1,4 +1,4 @@
-"""Batches that the input pipeline makes against batches that training consumes, in turn; padding, shapes, their order.
+"""Compare the batches per second of the input pipeline with those that training needs; report padding and shapes.
 
 python -m benchmarks.input_pipeline --corpora multi30k,wmt --sizes tiny,small,base
 """
@@ -18,7 +18,7 @@ SENTENCES = {"multi30k": 29_000, "wmt": 200_000}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one line for each corpus, kind of batching and size of the model that consumes."""
+    """Print one line for each corpus, batching and size of the model that trains."""
     flags = parser(__doc__.splitlines()[0], rounds=5)
     flags.add_argument("--corpora", type=comma_list, default=["multi30k", "wmt"], help=", ".join(SENTENCES))
     flags.add_argument("--batching", type=comma_list, default=["bucketed", "packed"])

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured: operations of a matrix product and bytes of memory a second."""
+"""Measure the limits of the machine: matrix-product operations and bytes of memory per second."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformer_jax.experiments.cost import matrix_entries, training_flops
 
 
 def matrix_rate(dtype: str, size: int = 0) -> float:
-    """Operations a second of a product of square matrices; 0: of so many rows as suit the machine."""
+    """Return the operations per second of a product of square matrices. 0 chooses the number of rows by the machine."""
     on_cpu = jax.default_backend() == "cpu"
     size, products = size or (1536 if on_cpu else 8192), 2 if on_cpu else 16
 
@@ -26,32 +26,33 @@ def matrix_rate(dtype: str, size: int = 0) -> float:
 
 
 def bandwidth(megabytes: int = 0) -> float:
-    """Bytes read a second from memory; 0: of more than caches hold."""
+    """Return the bytes read per second from memory. 0 chooses a size larger than the caches."""
     numbers = jnp.ones((megabytes or (256 if jax.default_backend() == "cpu" else 2048)) * 2**18, jnp.float32)
     add = jax.jit(jnp.sum)
     return numbers.nbytes / _best_seconds(lambda: add(numbers))
 
 
 def step_flops(config: ModelConfig, tokens: list[int], rows: int) -> float:
-    """Operations of a training step that the model asks for: 6N for each token that is no padding, plus attention.
+    """Return the operations of a training step: 6N for each non-padding token, plus attention.
 
     Args:
-        config: of the model.
-        tokens: source and target tokens of the batch.
-        rows: sentence pairs of the batch.
+        config: Configuration of the model.
+        tokens: Number of source and target tokens of the batch.
+        rows: Number of sentence pairs of the batch.
     """
     per_token = training_flops(config, *(round(count / rows) for count in tokens))
     return float(sum(count * flops for count, flops in zip(tokens, per_token, strict=True)))
 
 
 def decoding_work(config: ModelConfig, length: int, beam: int, batch: int, weight_bytes: int) -> tuple[float, float]:
-    """Operations, and bytes of weights, that translating needs at least. The cache's bytes are left out.
+    """Return the minimum operations and bytes of weights of a translation, without the bytes of the cache.
 
     Args:
-        config: of the model.
-        length: tokens of each source and each output.
-        beam, batch: hypotheses a sentence, sentences.
-        weight_bytes: bytes of one number of a matrix.
+        config: Configuration of the model.
+        length: Number of tokens of each source and each output.
+        beam: Number of hypotheses per sentence.
+        batch: Number of sentences.
+        weight_bytes: Bytes of one element of a matrix.
     """
     entries = matrix_entries(config)
     flops = 2.0 * batch * length * (entries.source + beam * entries.target)

@@ -1,4 +1,4 @@
-"""What each device of a mesh holds, and sends in a training step: counted from the config, before there are devices."""
+"""Count what each device of a mesh stores and sends in a training step, from the configuration alone."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,8 +16,10 @@ from transformer_jax.training.step import TrainState, init_rng, init_state
 
 
 class DeviceBytes(NamedTuple):
-    """Bytes that one device holds, whatever the batch. Activations come on top: `memory_analysis()` of a compiled step
-    says how many."""
+    """Bytes that one device stores, independent of the batch.
+
+    Activations are not counted; `memory_analysis()` of a compiled step reports them.
+    """
 
     parameters: int
     gradients: int
@@ -27,8 +29,10 @@ class DeviceBytes(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of the arrays that a device exchanges in a step, as XLA compiles it. Scalars and the sums of softmax and
-    LayerNorm are left out; they are below one percent."""
+    """Bytes of the arrays that a device exchanges in a step, as XLA compiles it.
+
+    Scalars and the sums of softmax and LayerNorm are not counted; they are below one percent.
+    """
 
     data_all_reduce: int
     """Gradients, of the device's part of the parameters. Those of a table that serves in several places are added up
@@ -42,8 +46,10 @@ class Traffic(NamedTuple):
     sublayer starts with; after the embeddings, and before the logits, backward."""
 
     def sent(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> dict[str, float]:
-        """Bytes that a device sends along each axis with ring algorithms: of B bytes and n devices (n - 1) / n B, and
-        twice that for an all-reduce."""
+        """Return the bytes that a device sends along each axis with ring algorithms.
+
+        A ring of n devices sends (n - 1) / n of the bytes, and an all-reduce twice that.
+        """
         share = {"data": (data - 1) / data, "fsdp": (fsdp - 1) / fsdp, "tensor": (tensor - 1) / tensor}
         return {
             "data": 2 * share["data"] * self.data_all_reduce,
@@ -53,7 +59,7 @@ class Traffic(NamedTuple):
 
 
 def bytes_per_device(config: Config, data: int = 1, fsdp: int = 1, tensor: int = 1) -> DeviceBytes:
-    """What a device holds on a mesh of these sizes.
+    """Return what a device stores on a mesh of these sizes.
 
     Raises:
         UserError: a mesh axis does not divide an axis of an array.
@@ -71,7 +77,7 @@ def bytes_per_device(config: Config, data: int = 1, fsdp: int = 1, tensor: int =
 def traffic_per_step(
     config: Config, rows: int, src_length: int, tgt_length: int, data: int = 1, fsdp: int = 1, tensor: int = 1
 ) -> Traffic:
-    """What a device exchanges in a step of `rows` rows over all devices.
+    """Return what a device exchanges in a step of `rows` rows over all devices.
 
     Raises:
         UserError: a mesh axis does not divide an axis of an array.
@@ -99,7 +105,7 @@ def traffic_per_step(
 
 
 def _uses(path: Any, tie_embeddings: str) -> int:
-    """In how many places a parameter serves."""
+    """Return the number of places where a parameter is used."""
     name = str(path[0].key)
     if name == "embedding":
         return 3
@@ -107,7 +113,7 @@ def _uses(path: Any, tie_embeddings: str) -> int:
 
 
 def _state(config: Config, data: int, fsdp: int, tensor: int) -> tuple[TrainState, Any]:
-    """The state as shapes, and where its arrays lie."""
+    """Return the shapes of the state, and the shardings of its arrays."""
     optimizer = make_optimizer(config.training, config.model.d_model)
     state = jax.eval_shape(lambda: init_state(Transformer(config.model), optimizer, init_rng(0)))
     return state, tree_shardings(state, AbstractMesh((data, fsdp, tensor), AXES))

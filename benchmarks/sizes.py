@@ -1,4 +1,4 @@
-"""The sizes of models and batches that are measured, the same for all sides."""
+"""Sizes of models and batches to measure, shared by all sides."""
 
 from typing import Any, NamedTuple
 

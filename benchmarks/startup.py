@@ -24,7 +24,7 @@ IMPORTS = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one line for the imports, and one for each start of training."""
+    """Print one line for the imports, and one for each start of training."""
     flags = parser(__doc__.splitlines()[0], rounds=5)
     flags.add_argument("--imports", type=comma_list, default=IMPORTS)
     flags.add_argument("--parts", type=comma_list, default=["imports", "cold", "warm"])
@@ -96,7 +96,7 @@ def _first_step(
 
 
 def _train(workdir: Path, options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
-    """One start. Training is ended after its last step, before the test."""
+    """Start training once, and stop it after its last step, before the test."""
     command = [sys.executable, "train.py", "--workdir", str(workdir), "--training.log-every", "1"]
     command += ["--training.num-steps", str(options.steps + 1000), *options.train_flags.split()]
     command += ["--no-malloc-tuning"] if options.no_malloc_tuning else []

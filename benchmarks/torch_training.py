@@ -23,7 +23,7 @@ DROPOUT, SMOOTHING, PAD_ID, WARMUP = 0.1, 0.1, 0, 4000
 
 
 class Model(nn.Module):
-    """From token ids to the loss."""
+    """Computes the loss from token ids."""
 
     def __init__(self, size: Size, length: int, dropout: str) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Model(nn.Module):
         )
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings and positions."""
+        """Return the sums of embeddings and positions."""
         return self.dropout(self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.positions)
 
 

@@ -1,4 +1,4 @@
-"""The training step's side of this project."""
+"""Measure this project's training step."""
 
 import dataclasses
 import time
@@ -80,6 +80,6 @@ def ours(spec: Mapping[str, Any]) -> tuple[Answer, Callable[[Answer], Answer]]:
 
 
 def _peak_bytes() -> int:
-    """Of the device where it says so, else of the process."""
+    """Return the peak memory of the device if it reports one, else of the process."""
     stats = jax.devices()[0].memory_stats() or {}
     return int(stats.get("peak_bytes_in_use") or peak_memory())

@@ -22,7 +22,7 @@ PEERS: dict[str, dict[str, bool]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints one line for each size and peer."""
+    """Print one line for each size and peer."""
     flags = parser(__doc__.splitlines()[0], rounds=7)
     flags.add_argument("--sizes", type=comma_list, default=["tiny", "small", "base"], help=", ".join(SIZES))
     flags.add_argument("--peers", type=comma_list, default=["eager", "compile", "autocast"], help=", ".join(PEERS))
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(size: str, options: argparse.Namespace, output: Output) -> bool:
-    """All peers at one size; without peers, ours alone. False if our side failed."""
+    """Measure all peers at one size, or ours alone; return False if our side failed."""
     common = {"size": size, "device": options.device, "malloc": not options.no_malloc_tuning}
     common |= {"rows": options.rows, "length": options.length, "dropout": options.dropout}
     choices = {"dtype": options.dtype, "dropout_generator": options.dropout_generator}

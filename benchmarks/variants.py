@@ -1,4 +1,4 @@
-"""Choices of the training step against the defaults, in turn, in one process.
+"""Compare choices of the training step with the defaults, in alternation, in one process.
 
 python -m benchmarks.variants --sizes base --vary dropout_generator=hash,threefry --vary loss_chunk_mb=64,1024
 """
@@ -17,7 +17,7 @@ DEFAULTS = "defaults"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each choice; a ratio above 1: it is faster than the defaults."""
+    """Print a line for each choice. A ratio above 1 means that it is faster than the defaults."""
     flags = parser(__doc__.splitlines()[0], rounds=5)
     flags.add_argument("--sizes", type=comma_list, default=["small"], help=", ".join(SIZES))
     flags.add_argument("--vary", action="append", default=[], metavar="FIELD=VALUE,VALUE",
@@ -44,7 +44,7 @@ def _value(text: str) -> Any:
 
 
 class _View:
-    """One variant of a side, as a side."""
+    """Return one variant of a side as a side."""
 
     def __init__(self, side: Side, name: str) -> None:
         self._side, self._name = side, name

@@ -46,8 +46,6 @@ NOT_YET: frozenset[str] = frozenset(
         "transformer_jax/experiments/cost.py",
         "transformer_jax/experiments/table3_runs.py",
         "transformer_jax/interop/convert.py",
-        "transformer_jax/model/attention.py",
-        "transformer_jax/model/transformer.py",
         "transformer_jax/parity/oracles.py",
         "transformer_jax/parity/suspects.py",
         "transformer_jax/presets.py",
@@ -69,8 +67,15 @@ def texts_of(file: Path) -> Iterator[tuple[int, str]]:
 
 def files() -> list[Path]:
     """Return the files that the rules hold for."""
-    pages = [page for page in ROOT.glob("*.md") if page.name != "LICENSE"] + [*(ROOT / "docs").rglob("*.md")]
-    return sorted([*(ROOT / "transformer_jax").rglob("*.py"), *(ROOT / "configs").glob("*.py"), *pages])
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(
+        [
+            *(ROOT / "transformer_jax").rglob("*.py"),
+            *(ROOT / "configs").glob("*.py"),
+            *(ROOT / "benchmarks").glob("*.py"),
+            *pages,
+        ]
+    )
 
 
 def findings(file: Path) -> list[str]:
