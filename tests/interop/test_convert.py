@@ -76,7 +76,7 @@ def test_there_and_back(target, run, tmp_path, capsys, optional_package):
 def test_an_imported_run_is_fine_tuned(run, tmp_path, capsys):
     import_run(export_run(run, "safetensors", tmp_path / "out"), "safetensors", tmp_path / "back")
     assert command("train", tmp_path / "back" / "config.json", "--workdir", tmp_path / "back") == 1
-    assert "was imported: train a run of its own from it" in capsys.readouterr().err
+    assert "is an imported model and cannot be trained" in capsys.readouterr().err
     tuned = tmp_path / "tuned"
     start = ("--training.init-from", tmp_path / "back", "--training.num-steps", 1)
     assert command("train", tmp_path / "back" / "config.json", "--workdir", tuned, *start) == 0
