@@ -54,7 +54,7 @@ API = {
     # To and from other software.
     "import_run": "interop.convert",
     "export_run": "interop.convert",
-    "compare": "parity.command",  # compare("torch") -> ParityReport
+    "compare": "parity.compare",  # compare("torch") -> ParityReport
 }
 
 __all__ = ["API", "__version__", *API]
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
     from transformer_jax.model.positional import sinusoids
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
-    from transformer_jax.parity.command import compare
+    from transformer_jax.parity.compare import compare
     from transformer_jax.presets import preset
     from transformer_jax.run import train
     from transformer_jax.training.loss import LossSpec, cross_entropy

@@ -125,7 +125,7 @@ def test_stored_positions_are_compared():
     [{"norm_variant": "standard"}, {"norm_position": "post"}, {"final_norm": False}, {"positions": "halves"},
      {"activation": "gelu"}, {"scale_embeddings": False}, {"position_offset": 1}],
 )  # fmt: skip
-def test_other_conventions_are_refused(changes):
+def test_other_conventions_are_rejected(changes):
     config = odd(**CONVENTIONS | changes)
     with pytest.raises(UserError, match=f"annotated cannot express this model: .*{next(iter(changes))}"):
         params_from_annotated({}, config)
@@ -143,8 +143,7 @@ def greedy_ids(model, source, limit, start_id, end_id, torch):
 def test_model_trained_with_source_bos_translates_its_own_greedy_lines(optional_package, tmp_path):
     """annotated-transformer's batches are <s> source </s>: without source_bos the translations differ."""
     torch = optional_package("torch")
-    from transformer_jax.parity.annotated_model import AnnotatedTransformer
-    from transformer_jax.parity.torch_model import load_numpy
+    from transformer_jax.parity.torch_models import AnnotatedTransformer, load_numpy
 
     words = [f"w{i}" for i in range(18)]
     pair = TokenizerPair(*[WordTokenizer("word", [*SPECIAL_TOKENS, *words])] * 2)

@@ -63,7 +63,7 @@ def params_of(run):
 
 
 @pytest.mark.parametrize("target", ["safetensors", "torch"])
-def test_there_and_back(target, run, tmp_path, capsys, optional_package):
+def test_export_then_import_is_bit_identical(target, run, tmp_path, capsys, optional_package):
     optional_package("torch" if target == "torch" else "safetensors")
     assert command("export", run, "--to", target, "--output", tmp_path / "out") == 0
     assert command("import", "--from", target, tmp_path / "out", "--output", tmp_path / "back") == 0
@@ -86,7 +86,7 @@ def test_an_imported_run_is_fine_tuned(run, tmp_path, capsys):
     assert export_run(tuned, "safetensors", tmp_path / "again").is_dir()
 
 
-def test_a_bare_state_dict_needs_what_it_does_not_store(run, tmp_path, capsys, optional_package):
+def test_bare_state_dict_requires_configuration_and_tokenizer(run, tmp_path, capsys, optional_package):
     optional_package("torch")
     export_run(run, "torch", tmp_path / "out")
     bare = tmp_path / "bare.pt"
@@ -113,7 +113,7 @@ def test_containers_of_training_scripts_are_opened(run, tmp_path, optional_packa
     assert_same_trees(params_of(tmp_path / "new"), params_of(run))
 
 
-def test_output_that_is_not_empty(run, tmp_path):
+def test_output_is_replaced_only_if_it_is_an_earlier_one(run, tmp_path):
     out = export_run(run, "safetensors", tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(UserError, match=r"is not empty\. Choose another output, or replace it with --overwrite"):
@@ -140,7 +140,7 @@ def test_output_that_is_not_empty(run, tmp_path):
     assert json.loads((tmp_path / "back" / "imported.json").read_text())["from"] == "safetensors"
 
 
-def test_a_replacement_that_fails_leaves_what_was_there(run, tmp_path, monkeypatch):
+def test_failed_replacement_keeps_the_old_output(run, tmp_path, monkeypatch):
     out = export_run(run, "safetensors", tmp_path / "out")
     before = (out / "model.safetensors").read_bytes()
     rename = Path.rename
@@ -257,7 +257,7 @@ def damage(kind, folder, tmp_path, torch):
 
 @pytest.mark.parametrize("target", ["torch", "safetensors"])
 @pytest.mark.parametrize("kind", ["truncated", "noise", "empty", "pickle", "torch pickle", "a list", "no tensors"])
-def test_damaged_or_malicious_files(kind, target, run, tmp_path, optional_package, capsys):
+def test_damaged_or_malicious_file_is_rejected(kind, target, run, tmp_path, optional_package, capsys):
     torch = optional_package("torch")
     folder = export_run(run, target, tmp_path / "out")
     damage(kind, folder, tmp_path, torch)
@@ -280,7 +280,7 @@ def test_wrong_shapes_are_all_listed(run, tmp_path, capsys):
     assert "decoder/layer_0/feed_forward/outer/kernel has shape [24, 16], not [25, 16]" in error
 
 
-def test_tokenizer_of_another_size_is_refused(run, tmp_path, capsys):
+def test_tokenizer_of_another_size_is_rejected(run, tmp_path, capsys):
     folder = export_run(run, "safetensors", tmp_path / "out")
     pair = TokenizerPair.load(run / "tokenizer")
     tree = json.loads(pair.source.to_json())
@@ -301,7 +301,7 @@ def test_tokenizer_of_another_size_is_refused(run, tmp_path, capsys):
         (("export", "nowhere", "--to", "torch", "--output", "x"), "nowhere is not a run"),
     ],
 )
-def test_wrong_use(args, message, capsys, tmp_path, monkeypatch):
+def test_wrong_arguments_are_rejected(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command(*args) == 1
     assert message in capsys.readouterr().err

@@ -152,7 +152,7 @@ def test_special_names_that_are_words(ctranslate2, tmp_path):
     assert read_ctranslate2(tmp_path).config.model.start_id == 1
 
 
-def test_what_translate_batch_does_otherwise_is_said(tmp_path):
+def test_differences_from_translate_batch_are_warned_about(tmp_path):
     config, params, pair = run("paper", length_penalty="gnmt", forbidden_ids=(5, 6))
     said = []
     write_ctranslate2(tmp_path, config, params, pair, said.append)

@@ -168,7 +168,7 @@ def test_fused_projections_and_old_names(torch, fsmt, write):
         read_fairseq(write({"cfg": cfg, "model": state}))
 
 
-def test_codes_cut_the_text(fsmt, write):
+def test_codes_split_the_text(fsmt, write):
     folder = write(checkpoint(tensors_of(fsmt)))
     (folder / "dict.de.txt").write_text("".join(f"{p} 1\n" for p in ["lo@@", "w@@", "er", "low", *"abcdefgh"]))
     (folder / "bpecodes").write_text("l o 9\ne r</w> 8\nw</w> x 7\n")
@@ -208,7 +208,7 @@ def test_code_in_a_checkpoint_is_not_executed(fsmt, write, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_truncated(fsmt, write):
+def test_truncated_checkpoint_is_rejected(fsmt, write):
     folder = write(checkpoint(tensors_of(fsmt)))
     file = folder / "model.pt"
     file.write_bytes(file.read_bytes()[:3000])
@@ -233,12 +233,12 @@ def test_truncated(fsmt, write):
         ({"source_lang": "x/../../secret"}, "name the language 'x/../../secret', which may not"),
     ],
 )
-def test_settings_that_do_not_fit(changes, message, fsmt, write):
+def test_unsupported_setting_is_rejected(changes, message, fsmt, write):
     with pytest.raises(UserError, match=message):
         read_fairseq(write(checkpoint(tensors_of(fsmt), **changes)))
 
 
-def test_which_checkpoint(torch, fsmt, write):
+def test_folder_with_several_checkpoints_requires_a_path(torch, fsmt, write):
     folder = write(checkpoint(tensors_of(fsmt)), "a.pt")
     write({}, "b.pt")
     with pytest.raises(UserError, match=r"the folder has these checkpoints \*.pt: a.pt, b.pt"):
@@ -248,7 +248,7 @@ def test_which_checkpoint(torch, fsmt, write):
         read_fairseq(folder / "b.pt")
 
 
-def test_damaged_dictionary(fsmt, write):
+def test_damaged_dictionary_is_rejected(fsmt, write):
     folder = write(checkpoint(tensors_of(fsmt)))
     (folder / "dict.en.txt").write_text("a 5\nb 5\na 4 #fairseq:overwrite\nb 1\n")
     with pytest.raises(UserError, match=r"dict.en.txt, line 4: 'b' is listed twice"):

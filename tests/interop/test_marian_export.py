@@ -128,7 +128,7 @@ def test_translations(transformers, tmp_path, kind):
         assert worst < 1e-4
 
 
-def test_what_generate_does_otherwise_is_said(tmp_path):
+def test_differences_from_generate_are_warned_about(tmp_path):
     config, params, pair = run("word")
     decoding = DecodingConfig()
     said = []
@@ -154,13 +154,13 @@ def test_what_generate_does_otherwise_is_said(tmp_path):
         ("decoder_d_v", 5),
     ],
 )
-def test_refusals(field, value):
+def test_inexpressible_model_is_rejected(field, value):
     config = odd(**{field: value})
     with pytest.raises(UserError, match=rf"marian cannot express this model: .*{field}"):
         marian_tensors(random_params(config), config)
 
 
-def test_refused_tokenizers(tmp_path):
+def test_inexpressible_tokenizer_is_rejected(tmp_path):
     config, params, pair = run("word", tie_embeddings="target")
     other = train_tokenizer("word", TEXTS, 60, 1)
     with pytest.raises(UserError, match=r"tokenizer\.joint=False, but a Marian folder has one vocabulary"):

@@ -41,27 +41,27 @@ def test_all_that_is_missing_left_over_or_of_another_shape_is_listed():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_refused(value):
+def test_numbers_that_are_not_finite_are_rejected(value):
     found = tensors()
     found["src_embed.weight"][3, 4] = value
     assert "src_embed.weight holds numbers that are not finite" in message(found)
 
 
-def test_a_number_too_large_for_the_dtype_is_refused():
+def test_a_number_too_large_for_the_dtype_is_rejected():
     found = tensors()
     found["src_embed.weight"] = found["src_embed.weight"].astype(np.float64)
     found["src_embed.weight"][3, 4] = 1e300
     assert "src_embed.weight holds numbers that are not finite in float32" in message(found)
 
 
-def test_two_names_for_one_tensor_are_refused():
+def test_two_names_for_one_tensor_are_rejected():
     found = tensors()
     found["module.generator.weight"] = found["generator.weight"]
     with pytest.raises(UserError, match=r"generator.weight and module.generator.weight both mean"):
         params_from_torch(found, CONFIG)
 
 
-def test_integers_are_refused():
+def test_integers_are_rejected():
     found = tensors() | {"generator.weight": np.zeros((23, 12), np.int8)}
     assert "generator.weight holds int8" in message(found)
 
@@ -85,7 +85,7 @@ def test_one_layer_too_many_is_left_over():
     assert "transformer.encoder.layers.1.norm1.weight [12] is left over" in message(tensors(), odd(num_layers=1))
 
 
-def test_a_format_without_a_place_for_a_parameter_says_so():
+def test_format_without_a_tensor_for_a_parameter_is_an_error():
     table = Table(tuple(item for item in TABLE.rows if "logits_bias" not in item.ours))
     config = odd(logits_bias=True)
     with pytest.raises(UserError, match="the format has no tensor for logits_bias"):
@@ -150,7 +150,7 @@ def test_short_mapping_file_reads_modules_and_alternatives(tmp_path):
     assert_same_trees(from_foreign(shortened(params), table, CONFIG, "FILE"), params)
 
 
-def test_a_mapping_file_reads_a_model_of_ones_own(tmp_path):
+def test_long_mapping_file_reads_every_parameter(tmp_path):
     """Names of nobody's, a fused matrix and one tensor for the tied tables."""
     params = random_params(CONFIG)
     lines, tensors = ['ignore = [".pe"]', "[tensors]"], {"position.pe": np.zeros((3, 12), np.float32)}

@@ -31,7 +31,7 @@ CASES = {
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
 def test_logits_equal_and_weights_come_back(torch, config):
-    from transformer_jax.parity.torch_model import TorchTransformer, load_numpy
+    from transformer_jax.parity.torch_models import TorchTransformer, load_numpy
 
     params = random_params(config)
     tensors = torch_from_params(params, config)
@@ -116,7 +116,7 @@ def test_teaching_notebook(torch):
     ("changes", "named"),
     [({"d_k": 5}, "d_k=5"), ({"decoder_d_v": 2}, "d_v=2"), ({"norm_variant": "unbiased_std"}, "norm_variant")],
 )
-def test_what_torch_cannot_say_is_refused(changes, named):
+def test_inexpressible_model_is_rejected(changes, named):
     config = odd(**changes)
     with pytest.raises(UserError, match=f"torch cannot express this model: .*{named}"):
         torch_from_params(random_params(config), config)

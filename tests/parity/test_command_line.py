@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from transformer_jax import cli
-from transformer_jax.parity import command
-from transformer_jax.parity.compare import Difference, Loss, ParityReport, Trajectory
+from transformer_jax.parity import compare as parity
+from transformer_jax.parity.report import Difference, Loss, ParityReport, Trajectory
 
 TABLE3 = Path(__file__).parents[2] / "configs" / "table3.py"
 
@@ -24,7 +24,7 @@ def answers(monkeypatch):
             loss=Loss(1.0, 1.0, 0.0, True), gradients=(layer,), trajectory=Trajectory((1.0,), (1.0,), 0.0, 0.0, True),
             greedy_equal=True, beam_equal=True, against="torch", notes=(),
         )  # fmt: skip
-        monkeypatch.setattr(command, "compare", lambda *args: seen.append(args) or report)
+        monkeypatch.setattr(parity, "compare", lambda *args: seen.append(args) or report)
         return seen
 
     return make

@@ -11,9 +11,9 @@ import pytest
 from interop_cases import odd
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
-from transformer_jax.parity import compare as report
-from transformer_jax.parity.command import compare
-from transformer_jax.parity.compare import compare_models, random_batches, random_params, render
+from transformer_jax.parity import report
+from transformer_jax.parity.compare import compare, compare_models, random_batches, random_params
+from transformer_jax.parity.report import render
 from transformer_jax.types import UserError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -75,7 +75,7 @@ def pair(peers, against, **changes):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("against", CONFIGS)
-def test_every_peer_agrees(against, dtype, peers):
+def test_every_peer_agrees_within_tolerance(against, dtype, peers):
     found = compare_models(*pair(peers, against), dtype=dtype, decoding=DecodingConfig(alpha=1.0))
     assert found.ok, render(found)
     assert (found.first_divergence, found.cause) == (None, None)
@@ -90,7 +90,7 @@ def test_every_peer_agrees(against, dtype, peers):
     assert np.mean(found.trajectory.this[-5:]) < np.mean(found.trajectory.this[:5])  # it was trained
     assert found.trajectory.max_rel < (1e-4 if dtype == "float32" else 1e-9)
     assert found.trajectory.parameters_max_abs < (1e-4 if dtype == "float32" else 1e-9)
-    assert any("in float32 the other parameters decide nothing" in note for note in found.notes) == (dtype == "float32")
+    assert any("parameters are shown but not judged" in note for note in found.notes) == (dtype == "float32")
 
     config = CONFIGS[against]
     names = [item.name for item in found.layers]
@@ -171,7 +171,7 @@ class Other:
     ],
     ids=["gradient", "loss", "trajectory", "search"],
 )
-def test_what_differs_after_the_forward_pass(answers, place, cause, peers):
+def test_difference_after_the_forward_pass_is_located(answers, place, cause, peers):
     config, params, oracle = pair(peers, "torch")
     found = compare_models(config, params, Other(oracle, **answers))
     assert not found.ok
@@ -279,7 +279,7 @@ def test_the_command_compares_a_state_dict(peers, tmp_path):
 
     config, params, oracle = pair(peers, "torch")
     save_torch(tmp_path / "model.pt", torch_from_params(params, config))
-    with pytest.raises(UserError, match=r"model\.pt: a state dict stores neither .* --config"):
+    with pytest.raises(UserError, match=r"model\.pt: a state dict does not store its configuration.* --config"):
         compare("torch", tmp_path / "model.pt")
     (tmp_path / "config.json").write_text(
         Config(model=config, tokenizer=TokenizerConfig(joint=False), data=DataConfig(max_length=30)).to_json()
@@ -287,6 +287,7 @@ def test_the_command_compares_a_state_dict(peers, tmp_path):
     found = compare("torch", tmp_path / "model.pt", tmp_path / "config.json")
     assert found.ok
     assert found.against == "torch"
+    assert "check whether its batches start the source with BOS" in found.notes[0]
     loss, _ = oracle.loss_and_gradients(random_batches(config, 1)[0], TrainingConfig())
     np.testing.assert_allclose(found.loss.other, loss)
 
@@ -298,7 +299,7 @@ def test_the_command_compares_a_marian_folder(peers, optional_package, tmp_path)
     from marian_cases import make_folder
 
     model = make_folder(tmp_path)
-    with pytest.raises(UserError, match="leave out --config"):
+    with pytest.raises(UserError, match="Leave out --config"):
         compare("marian", tmp_path, Config())
     found = compare("marian", tmp_path, dtype="float64")
     assert found.ok, render(found)
@@ -325,12 +326,12 @@ def test_the_command_compares_a_run_and_reorders_its_positions_for_marian(peers,
         (("torch", None, None, "bfloat16"), "dtype is 'bfloat16'; legal: float32, float64"),
         (("torch", "/no/such/file"), "/no/such/file: no such file"),
         (("torch", None, "no_recipe.py"), "no_recipe.py: no such recipe"),
-        (("fairseq", None, Config()), r"model.norm_epsilon is 1e-06.*model.positions.*model.decoder_start"),
-        (("marian", None, Config(model=odd(norm_position="pre"))), "model.norm_position is 'pre'"),
-        (("annotated", None, Config()), "model.norm_variant is 'standard'"),
+        (("fairseq", None, Config()), r"model.norm_epsilon=1e-06.*model.positions.*model.decoder_start"),
+        (("marian", None, Config(model=odd(norm_position="pre"))), "model.norm_position='pre'"),
+        (("annotated", None, Config()), "model.norm_variant='standard'"),
     ],
 )
-def test_the_command_says_what_is_wrong(args, message, peers):
+def test_wrong_argument_is_rejected(args, message, peers):
     with pytest.raises(UserError, match=message):
         compare(*args)
 

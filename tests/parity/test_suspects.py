@@ -10,7 +10,7 @@ import pytest
 from transformer_jax.config import ModelConfig
 from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.parity.compare import compare_layers, random_batches, random_params
-from transformer_jax.parity.this_side import Masks, Side
+from transformer_jax.parity.this_side import Masks, Side, convert_source
 
 # Odd shapes; encoder and decoder differ.
 SIZES = {"vocab_size": 19, "d_model": 12, "num_heads": 2, "d_ff": 20, "decoder_num_heads": 3, "decoder_d_ff": 12}
@@ -58,6 +58,8 @@ FIELDS = {
     "offset 1": ({"position_offset": 1}, "encoder/embedding", "0"),
     "offset 2": ({"position_offset": 2}, "encoder/embedding", "0"),
     "no scale": ({"scale_embeddings": False}, "encoder/embedding", "True"),
+    "source without BOS": ({"source_bos": True}, "encoder/embedding", "False"),
+    "source without EOS": ({"source_eos": False}, "encoder/embedding", "True"),
     "zeros first": ({"decoder_start": "zeros"}, "decoder/embedding", "'bos'"),
     "final norm": ({"final_norm": True}, "encoder/final_norm", "False"),
     "LayerNorm": ({"norm_variant": "unbiased_std"}, "encoder/layer_0/self_attention_norm", "'standard'"),
@@ -84,6 +86,15 @@ def test_a_field_of_the_configuration(name, peers):
     field, mine = next(iter(changes.items()))
     assert first == place
     assert cause == f"model.{field}: the other side has {value}, this one {mine!r}"
+
+
+def test_source_is_converted_between_conventions():
+    plain = ModelConfig(**SIZES, source_eos=False)
+    both = ModelConfig(**SIZES, source_bos=True)
+    src = np.array([[1, 5, 6, 2], [1, 7, 2, 0]], np.int32)
+    np.testing.assert_array_equal(convert_source(src, both, plain), [[5, 6], [7, 0]])
+    np.testing.assert_array_equal(convert_source(convert_source(src, both, plain), plain, both), src)
+    assert convert_source(src, both, both) is src
 
 
 @pytest.mark.parametrize("against", ["annotated", "fairseq", "marian"])
@@ -293,7 +304,7 @@ def strided(leaf, axis):
     return np.swapaxes(leaf.reshape(*leaf.shape[:axis], width, heads, *leaf.shape[axis + 2 :]), axis, axis + 1)
 
 
-def test_a_cause_that_is_none_of_them(peers):
+def test_unknown_cause_lists_what_was_tried(peers):
     params = random_params(PAPER)
 
     def change(module):

@@ -121,8 +121,8 @@ class Compare:
 
     def run(self) -> int:
         """Print the report. Return 1 if a difference exceeds the tolerance."""
-        from transformer_jax.parity.command import compare
-        from transformer_jax.parity.compare import render
+        from transformer_jax.parity.compare import compare
+        from transformer_jax.parity.report import render
 
         try:
             config = load_recipe(self.config) if self.config else None

@@ -1,103 +1,133 @@
-"""The parity report: two models with the same weights, compared layer by layer, in training and in search."""
+"""`compare`: a parity report of two models with equal weights, layer by layer, in training and in search."""
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
+from transformer_jax.checkpoint.run_dir import RunDir
+from transformer_jax.config import Config, DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.interop.fairseq_format import read_fairseq
+from transformer_jax.interop.marian_weights import in_halves
 from transformer_jax.interop.tables import flatten, unflatten
+from transformer_jax.interop.tensor_files import import_torch, read_tensors
+from transformer_jax.interop.torch_format import params_from_annotated, params_from_torch
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity import this_side
+from transformer_jax.parity.report import (
+    ANY_GRADIENT,
+    DRIFT,
+    FORWARD,
+    KEY_BIASES,
+    LOSSES,
+    OWN_GRADIENT,
+    PARAMETERS,
+    SCORE,
+    SOURCE,
+    STEPS,
+    Difference,
+    Loss,
+    ParityReport,
+    Trajectory,
+    difference,
+    first_divergence,
+    layer_differences,
+)
 from transformer_jax.parity.suspects import find_cause
-from transformer_jax.parity.this_side import ALL_MASKS, Masks, Side
-from transformer_jax.runtime.files import to_json
-from transformer_jax.types import Batch, Params
+from transformer_jax.parity.this_side import ALL_MASKS, Masks, Side, convert_source
+from transformer_jax.presets import load_config, load_recipe
+from transformer_jax.types import Batch, Params, UserError
 
 if TYPE_CHECKING:  # it imports torch
     from transformer_jax.parity.oracles import Oracle
 
-# Of sub-layers and the loss: the largest error, relative to max(1, the largest value).
-FORWARD = {"float32": 1e-5, "float64": 1e-10}
-# Of gradients: relative to the tensor's own largest, or else to the largest of all.
-OWN_GRADIENT = {"float32": 1e-4, "float64": 1e-9}
-ANY_GRADIENT = {"float32": 1e-5, "float64": 1e-10}
-# Of a trajectory's losses, relative, and of the parameters after it, which in float32 decide nothing: see `DRIFT`.
-LOSSES = {"float32": 1e-4, "float64": 1e-9}
-PARAMETERS = {"float32": math.inf, "float64": 1e-9}
-SCORE = 1e-4
-STEPS = 20
-KEY_BIASES = (
-    "biases of keys are not compared after training: a key's bias never changes the softmax, so its gradient is "
-    "rounding noise, which Adam turns into full steps"
-)
-DRIFT = (
-    "in float32 the other parameters decide nothing, only losses do: where a gradient is nearly zero it is noise too"
-)
+AGAINST = ("torch", "annotated", "fairseq", "marian")
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far a tensor of one side is from that of the other; infinitely if only one side has it."""
+def compare(
+    against: str,
+    path: str | Path | None = None,
+    config: str | Path | Config | None = None,
+    dtype: str = "float32",
+) -> ParityReport:
+    """Compare this package's model with another implementation, both with equal weights.
 
-    name: str
-    max_abs: float
-    max_rel: float
-    """Relative to the largest value of the other side."""
-    ok: bool
+    Args:
+        against: Other side: torch, annotated, fairseq or marian.
+        path: A run, or a state dict (torch, annotated), a checkpoint (fairseq) or a folder (marian). None compares
+            random weights.
+        config: A recipe or a config.json for a state dict or for random weights. None takes a small model with the
+            conventions of the other side.
+        dtype: Dtype of both sides, float32 or float64.
+
+    Raises:
+        UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the
+            model. The fields are named.
+    """
+    for name, value, legal in (("against", against, AGAINST), ("dtype", dtype, ("float32", "float64"))):
+        if value not in legal:
+            raise UserError(f"{name} is {value!r}; legal: {', '.join(legal)}")
+    import_torch(f"to compare with {against}")
+    if against in ("fairseq", "marian") and importlib.util.find_spec("transformers") is None:
+        raise UserError(f"transformers is needed to compare with {against}: python -m pip install transformers")
+    from transformer_jax.parity.peers import PEERS, make_oracle
+
+    if config is not None and not isinstance(config, Config):
+        config = load_recipe(str(config))
+    folder, notes = None, list[str]()
+    if path is None:
+        config = config or Config(model=PEERS[against].default)
+        params = random_params(config.model)
+    else:
+        config, params = _load(against, Path(path), config)
+        folder = Path(path) if against == "marian" and not _is_run(Path(path)) else None
+    model = config.model
+    if against == "marian" and model.positions == "interleaved":
+        # Halves have equal columns in another order, for which the weights are reordered.
+        model, params = dataclasses.replace(model, positions="halves"), in_halves(params, model.d_model)
+        notes = ["Marian has model.positions='halves': the d_model axis was reordered from 'interleaved' to compare"]
+    oracle = make_oracle(against, model, params, folder)
+    if against in ("torch", "annotated"):
+        notes += [SOURCE.format(model.source_bos)]
+    report = compare_models(model, params, oracle, dtype=dtype, training=config.training, decoding=config.decoding)
+    return dataclasses.replace(report, notes=(*notes, *report.notes))
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The mean loss of a batch."""
+def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Params]:
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    if _is_run(path) or against in ("fairseq", "marian"):
+        if config is not None:
+            raise UserError(f"{path} stores the configuration of its model. Leave out --config")
+        if not _is_run(path):
+            from transformer_jax.interop.marian_format import read_marian
 
-    this: float
-    other: float
-    max_rel: float
-    ok: bool
+            imported = (read_fairseq if against == "fairseq" else read_marian)(path)
+            return imported.config, imported.params
+        run = RunDir(path)
+        config = run.load_config()
+        checkpoint = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
+        return config, load_params(checkpoint, abstract_params(config.model))
+    sibling = (path if path.is_dir() else path.parent) / "config.json"
+    if config is None and sibling.is_file():
+        config = load_config(sibling)
+    if config is None:
+        raise UserError(
+            f"{path}: a state dict does not store its configuration. Pass a recipe or a config.json with --config, for "
+            "example of an imported run"
+        )
+    read = params_from_torch if against == "torch" else params_from_annotated
+    return config, read(read_tensors(path), config.model, str(path))
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """Losses of training with the same batches and optimizer, and the parameters at its end."""
-
-    this: tuple[float, ...]
-    other: tuple[float, ...]
-    max_rel: float
-    parameters_max_abs: float
-    """Biases of keys left out: see `KEY_BIASES`."""
-    ok: bool
-
-
-@dataclass(frozen=True)
-class ParityReport:
-    """What `compare` found."""
-
-    ok: bool
-    against: str
-    dtype: str
-    layers: tuple[Difference, ...]
-    first_divergence: str | None
-    cause: str | None
-    loss: Loss
-    gradients: tuple[Difference, ...]
-    trajectory: Trajectory
-    greedy_equal: bool
-    beam_equal: bool
-    notes: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """One JSON object on one line; numbers that are not finite are null."""
-        fields = dataclasses.asdict(self)
-        for name in ("against", "notes"):
-            del fields[name]
-        for name in ("layers", "gradients"):
-            fields[name] = [{key: item[key] for key in ("name", "max_abs", "max_rel")} for item in fields[name]]
-        return to_json(fields)
+def _is_run(path: Path) -> bool:
+    return RunDir(path).checkpoints.is_dir()
 
 
 def compare_models(
@@ -111,25 +141,25 @@ def compare_models(
     decoding: DecodingConfig | None = None,
     seed: int = 0,
 ) -> ParityReport:
-    """Compares the model here with an oracle on random sentences of different lengths, dropout off.
+    """Compare this package's model with an oracle on random sentences of different lengths, without dropout.
 
-    Sub-layers are compared in float64 too, whatever the dtype: a wrong epsilon hides in float32's rounding.
+    Sub-layers are compared in float64 too, because float32's rounding hides a wrong epsilon.
 
     Args:
-        config: the model's configuration.
-        params: its parameters.
-        oracle: the other side.
-        dtype: of both sides, float32 or float64.
-        masks: masks to leave out on this side.
-        training: label smoothing and Adam's constants; learning rates are a fixed warm-up to 1e-3.
-        decoding: beam size, length penalty and alpha, where the oracle has them.
-        seed: of the sentences.
+        config: Configuration of the model.
+        params: Parameters of the model.
+        oracle: Other side.
+        dtype: Dtype of both sides, float32 or float64.
+        masks: Masks that this side uses.
+        training: Label smoothing and Adam's constants. Learning rates are a fixed warm-up to 1e-3.
+        decoding: Beam size, length penalty and alpha, where the oracle has them.
+        seed: Seed of the sentences.
     """
     training = dataclasses.replace(
         training or TrainingConfig(), schedule="inverse_sqrt", peak_learning_rate=1e-3, warmup_steps=10, clip_norm=None
     )
     decoding = oracle.decoding(decoding or DecodingConfig())
-    batches = random_batches(config, STEPS, seed)
+    batches = random_batches(oracle.config, STEPS, seed)
     side = Side(config, params, masks)
     layers, first, cause = compare_layers(side, oracle, batches[0], dtype)
     oracle = oracle.astype(dtype)
@@ -169,67 +199,42 @@ def compare_models(
 def compare_layers(
     side: Side, oracle: "Oracle", batch: Batch, dtype: str = "float64"
 ) -> tuple[tuple[Difference, ...], str | None, str | None]:
-    """The differences of all sub-layers in a dtype, the name of the first that diverges, and the likely cause."""
+    """Return the differences of all sub-layers, the name of the first divergence, and the likely cause.
+
+    Args:
+        side: This side.
+        oracle: Other side.
+        batch: Batch with the other side's conventions about BOS and EOS in the source.
+        dtype: Dtype of the differences. The first divergence is looked for in float64.
+    """
     src, tgt_in = batch.src, batch.tgt_in
+
+    def outputs(variant: Side) -> this_side.Arrays:
+        return this_side.sublayers(variant, convert_source(src, oracle.config, variant.config), tgt_in)
+
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         exact, theirs = side.astype("float64"), oracle.astype("float64").sublayers(src, tgt_in)
 
         def measure(variant: Side) -> tuple[Difference, ...]:
-            return layer_differences(this_side.sublayers(variant, src, tgt_in), theirs, batch, side.config, "float64")
+            return layer_differences(outputs(variant), theirs, batch, side.config, "float64")
 
         layers = measure(exact)
         first = first_divergence(layers)
         cause = find_cause(exact, oracle, first, lambda variant: first_divergence(measure(variant))) if first else None
     if dtype == "float32":
         with jax.enable_x64(False), jax.default_matmul_precision("highest"):
-            ours = this_side.sublayers(side.astype(dtype), src, tgt_in)
             theirs = oracle.astype(dtype).sublayers(src, tgt_in)
-            layers = layer_differences(ours, theirs, batch, side.config, dtype)
+            layers = layer_differences(outputs(side.astype(dtype)), theirs, batch, side.config, dtype)
         if first is None and (first := first_divergence(layers)):
             cause = "rounding: in float64 both sides agree in every sub-layer"
     return layers, first, cause
 
 
-def first_divergence(layers: Sequence[Difference]) -> str | None:
-    """The name of the first that is not ok."""
-    return next((item.name for item in layers if not item.ok), None)
-
-
-def layer_differences(
-    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], batch: Batch, config: ModelConfig, dtype: str
-) -> tuple[Difference, ...]:
-    """The differences in the order of the other side's forward pass; padded positions are left out."""
-    src_counts, tgt_counts = batch.src != config.pad_id, batch.tgt_in != config.pad_id
-    tgt_counts[:, 0] = True  # the start token may have the padding's id
-    names = list(theirs)
-    for name in ours.keys() - theirs.keys():  # a final norm that only this side has stands at the stack's end
-        stack = name.partition("/")[0]
-        names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
-
-    def differ(name: str) -> Difference:
-        counts = src_counts if name.startswith("encoder/") else tgt_counts
-        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            return Difference(name, math.inf, math.inf, False)
-        return difference(name, ours[name][counts], theirs[name][counts], FORWARD[dtype])
-
-    return tuple(map(differ, names))
-
-
-def difference(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> Difference:
-    """The largest error; ok if it is within the tolerance times max(1, the largest value)."""
-    with np.errstate(invalid="ignore"):
-        error, largest = np.abs(ours - theirs).max(initial=0), np.abs(theirs).max(initial=0)
-    if not np.isfinite(error):
-        return Difference(name, math.inf, math.inf, False)
-    relative = error / largest if largest else (math.inf if error else 0.0)
-    return Difference(name, float(error), float(relative), bool(error <= tolerance * max(1, largest)))
-
-
 def random_batches(config: ModelConfig, count: int, seed: int = 0) -> list[Batch]:
-    """Batches of one shape: sentences of random ordinary ids and of different lengths, padded."""
+    """Return batches of one shape: padded sentences of random ordinary ids with different lengths."""
     generator = np.random.default_rng(seed)
     special = {config.pad_id, config.bos_id, config.eos_id, config.unk_id}
-    end = [config.eos_id] if config.source_eos else []
+    start, end = [config.bos_id] * config.source_bos, [config.eos_id] * config.source_eos
     sources, targets = (sorted(set(range(rows)) - special) for rows in (config.source_rows, config.vocab_size))
 
     def sentence(ids: list[int], length: int) -> list[int]:
@@ -241,7 +246,7 @@ def random_batches(config: ModelConfig, count: int, seed: int = 0) -> list[Batch
 
     batches = []
     for _ in range(count):
-        src = [sentence(sources, length) + end for length in generator.permutation([8, 6, 3, 1])]
+        src = [start + sentence(sources, length) + end for length in generator.permutation([8, 6, 3, 1])]
         tgt = [sentence(targets, length) for length in generator.permutation([7, 5, 4, 2])]
         batches.append(
             Batch(
@@ -254,7 +259,7 @@ def random_batches(config: ModelConfig, count: int, seed: int = 0) -> list[Batch
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> Params:
-    """Parameters as of a model that has trained a little: biases are not zero, nor are scales 1."""
+    """Return random parameters with biases other than zero and scales other than one, as after some training."""
     generator = np.random.default_rng(seed)
 
     def draw(path: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -271,7 +276,9 @@ def random_params(config: ModelConfig, seed: int = 0) -> Params:
 def _compare_training(
     side: Side, oracle: "Oracle", batches: Sequence[Batch], training: TrainingConfig, dtype: str
 ) -> tuple[Loss, tuple[Difference, ...], Trajectory]:
-    ours = this_side.train(side, batches, training)
+    ours = this_side.train(
+        side, [batch._replace(src=convert_source(batch.src, oracle.config, side.config)) for batch in batches], training
+    )
     rates = this_side.learning_rates(training, side.config.d_model, len(batches))
     loss, their_gradients = oracle.loss_and_gradients(batches[0], training)
     losses, their_params = oracle.trajectory(batches, rates, training)
@@ -298,10 +305,13 @@ def _compare_training(
 def _compare_search(
     side: Side, oracle: "Oracle", src: np.ndarray, decoding: DecodingConfig
 ) -> tuple[bool, bool, tuple[str, ...]]:
-    limits = ((src != side.config.pad_id).sum(axis=1) + min(decoding.max_length_offset, 6)).tolist()
+    limits = ((src != oracle.config.pad_id).sum(axis=1) + min(decoding.max_length_offset, 6)).tolist()
     decoding = dataclasses.replace(decoding, beam_size=max(decoding.beam_size, 2))
     greedy, beam = (
-        [this_side.lines(side, src, limits, setting), oracle.search(src, limits, setting)]
+        [
+            this_side.lines(side, convert_source(src, oracle.config, side.config), limits, setting),
+            oracle.search(src, limits, setting),
+        ]
         for setting in (dataclasses.replace(decoding, beam_size=1), decoding)
     )
     greedy_equal = [tokens for tokens, _ in greedy[0]] == [tokens for tokens, _ in greedy[1]]
@@ -327,42 +337,3 @@ def _pair(name: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
 def _relative(one: float, other: float) -> float:
     error = abs(one - other) / max(abs(other), 1e-30)
     return error if math.isfinite(error) else math.inf
-
-
-def render(report: ParityReport) -> str:
-    """The report as a table."""
-
-    def rows(title: str, items: Sequence[Difference]) -> list[str]:
-        width = max(len(item.name) for item in items)
-        head = f"{title:<{width}}  {'max abs':>9}  {'max rel':>9}"
-        lines = [
-            f"{item.name:<{width}}  {item.max_abs:9.2e}  {item.max_rel:9.2e}{'' if item.ok else '  <- differs'}"
-            for item in items
-        ]
-        return [head, *lines, ""]
-
-    trajectory, loss = report.trajectory, report.loss
-    first, last = (f"{trajectory.this[i]:.6f} here, {trajectory.other[i]:.6f} there" for i in (0, -1))
-    return "\n".join(
-        [
-            f"against {report.against}, {report.dtype}",
-            "",
-            *rows("sub-layer, in the order of the forward pass", report.layers),
-            *rows("gradient", report.gradients),
-            f"loss          {loss.this:.8f} here, {loss.other:.8f} there, relative {loss.max_rel:.2e}{_mark(loss.ok)}",
-            f"{len(trajectory.this)} updates    first loss {first}; last {last}",
-            f"              losses differ by {trajectory.max_rel:.2e} relative, parameters at the end by "
-            f"{trajectory.parameters_max_abs:.2e}{_mark(trajectory.ok)}",
-            f"greedy search {'equal' if report.greedy_equal else 'differs'}, token by token",
-            f"beam search   {'equal' if report.beam_equal else 'differs'}",
-            *(f"note: {note}" for note in report.notes),
-            "",
-            "within tolerance"
-            if report.ok
-            else f"DIVERGES first at {report.first_divergence}\nlikely cause: {report.cause}",
-        ]
-    )
-
-
-def _mark(ok: bool) -> str:
-    return "" if ok else "  <- differs"

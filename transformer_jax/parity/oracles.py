@@ -1,4 +1,4 @@
-"""Models of other software, asked for all that is compared: an `Oracle` knows nothing of the model code here."""
+"""Oracles: models of other implementations, independent of this package's model code."""
 
 import contextlib
 import dataclasses
@@ -18,48 +18,48 @@ from transformer_jax.interop.tables import flatten
 from transformer_jax.types import Batch, Params
 
 Arrays = dict[str, np.ndarray]
-# Tokens with EOS, without the start token, and what hypotheses are ranked by.
+# A hypothesis: its tokens with EOS and without the start token, and the score that ranks it.
 Line = tuple[list[int], float]
 
 
 class Oracle(Protocol):
-    """The other side of a comparison. All names of layers and parameters are those used here."""
+    """The other side of a comparison, with this package's names of layers and parameters."""
 
     @property
     def name(self) -> str:
-        """Of the software."""
+        """Name of the implementation."""
 
     @property
     def config(self) -> ModelConfig:
-        """The conventions it follows."""
+        """Conventions that it follows."""
 
     def astype(self, dtype: str) -> "Oracle":
-        """The same model in float32 or float64."""
+        """Return the model in float32 or float64."""
 
     def params(self) -> Params:
-        """Its weights, in the layout used here."""
+        """Return its weights as this package's parameters."""
 
     def sublayers(self, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
-        """The output of every sub-layer in the order of the forward pass, `logits` last."""
+        """Return the output of every sub-layer in the order of the forward pass, `logits` last."""
 
     def loss_and_gradients(self, batch: Batch, training: TrainingConfig) -> tuple[float, Arrays]:
-        """The mean loss over the target tokens and its gradient by every parameter."""
+        """Return the mean loss over the target tokens and its gradient for every parameter."""
 
     def trajectory(
         self, batches: Sequence[Batch], rates: Sequence[float], training: TrainingConfig
     ) -> tuple[list[float], Arrays]:
-        """The losses of training with Adam, a learning rate for each batch, and the parameters after it."""
+        """Train with Adam and one learning rate per batch. Return the losses and the final parameters."""
 
     def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
-        """The search among those it knows that is nearest."""
+        """Return the settings of the nearest search that it offers."""
 
     def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Line]:
-        """The best line of beam search for each row; with beam_size 1, of greedy search."""
+        """Return the best hypothesis of each row, by greedy search if beam_size is 1."""
 
 
 @contextlib.contextmanager
 def few_threads() -> Iterator[None]:
-    """torch in one thread: beside other programs its threads wait for each other far longer than they compute."""
+    """Run torch in one thread, because its threads mostly wait for each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -69,7 +69,7 @@ def few_threads() -> Iterator[None]:
 
 
 class Hook(NamedTuple):
-    """Where an output is seen: what a module returns, or with `is_input` what it is called with."""
+    """A module whose output is recorded, or with `is_input` its input."""
 
     module: str
     is_input: bool = False
@@ -77,19 +77,19 @@ class Hook(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchOracle:
-    """An oracle made of a torch module.
+    """An oracle that is a torch module.
 
     Args:
-        name: of the software.
-        config: the conventions it follows.
-        build: makes the module, weights loaded, in a dtype.
-        hooks: names used here to places in the module; `{i}` is the number of a layer.
-        to_params: brings named tensors (weights, gradients) to the layout used here.
-        logits: calls the module.
-        skipped: endings of names of parameters that are constants.
-        time_first: whether outputs of sub-layers are `t b d_model`.
-        generates: whether beams are searched by the module's own `generate`.
-        dtype: of the module.
+        name: Name of the implementation.
+        config: Conventions that it follows.
+        build: Makes the module with its weights in a dtype.
+        hooks: Module of each sub-layer. `{i}` is the index of a layer.
+        to_params: Converts named tensors (weights, gradients) to this package's parameters.
+        logits: Calls the module.
+        skipped: Name endings of parameters that are constants.
+        time_first: Whether outputs of sub-layers are `t b d_model`.
+        generates: Whether the module's own `generate` searches.
+        dtype: Dtype of the module.
     """
 
     name: str
@@ -105,16 +105,16 @@ class TorchOracle:
     _built: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
     def astype(self, dtype: str) -> "TorchOracle":
-        """The same model in float32 or float64."""
+        """Return the model in float32 or float64."""
         return self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype)
 
     def params(self) -> Params:
-        """Its weights, in the layout used here."""
+        """Return its weights as this package's parameters."""
         return self._to_params({name: parameter.detach() for name, parameter in self._named(self._module())})
 
     @few_threads()
     def sublayers(self, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
-        """The output of every sub-layer in the order of the forward pass, `logits` last."""
+        """Return the output of every sub-layer in the order of the forward pass, `logits` last."""
         module, seen, handles = self._module(), {}, []
 
         def see(name: str, value: Any) -> None:
@@ -136,7 +136,7 @@ class TorchOracle:
 
     @few_threads()
     def loss_and_gradients(self, batch: Batch, training: TrainingConfig) -> tuple[float, Arrays]:
-        """The mean loss over the target tokens and its gradient by every parameter."""
+        """Return the mean loss over the target tokens and its gradient for every parameter."""
         module = self._module()
         module.zero_grad()
         loss = self._loss(module, batch, training)
@@ -151,7 +151,7 @@ class TorchOracle:
     def trajectory(
         self, batches: Sequence[Batch], rates: Sequence[float], training: TrainingConfig
     ) -> tuple[list[float], Arrays]:
-        """The losses of training with Adam, a learning rate for each batch, and the parameters after it."""
+        """Train with Adam and one learning rate per batch. Return the losses and the final parameters."""
         module, losses = self._fresh(), []
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         betas = (training.adam_beta1, training.adam_beta2)
@@ -166,17 +166,17 @@ class TorchOracle:
         return losses, flatten(self._to_params({name: parameter.detach() for name, parameter in self._named(module)}))
 
     def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
-        """The search among those it knows that is nearest."""
+        """Return the settings of the nearest search that it offers."""
         if self.generates:
             return dataclasses.replace(decoding, length_penalty="power", stopping="huggingface")
         return dataclasses.replace(decoding, stopping="paper")
 
     @few_threads()
     def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Line]:
-        """The best line of beam search for each row; with beam_size 1, of greedy search."""
+        """Return the best hypothesis of each row, by greedy search if beam_size is 1."""
         lines = []
         for row, limit in zip(src, limits, strict=True):
-            row = row[row != self.config.pad_id]  # each sentence alone: a search must not depend on the others
+            row = row[row != self.config.pad_id]  # one sentence at a time: a search must not depend on the others
             if self.generates:
                 lines.append(generate(self._module(), row, limit, decoding, self.config))
             else:
@@ -184,7 +184,7 @@ class TorchOracle:
         return lines
 
     def _next(self, src: np.ndarray, prefixes: np.ndarray) -> np.ndarray:
-        """Log-probabilities of the token after each prefix."""
+        """Return log-probabilities `n v` of the token after each prefix."""
         tokens = np.concatenate([np.full((len(prefixes), 1), self.config.start_id), prefixes], axis=1)
         logits = self.logits(self._module(), _ids(np.repeat(src[None], len(prefixes), axis=0)), _ids(tokens))
         return logits[:, -1].log_softmax(-1).detach().numpy()
@@ -195,8 +195,8 @@ class TorchOracle:
         return self._built[self.dtype]
 
     def _fresh(self) -> nn.Module:
-        with torch.random.fork_rng():  # the weights that are drawn here are replaced
-            # Not `eval` under `no_grad`: torch's fused layers would pass by the hooks.
+        with torch.random.fork_rng():  # the random weights are replaced
+            # Gradients stay enabled, because torch's fused inference layers would bypass the hooks.
             return self.build(self.dtype).eval()
 
     def _places(self) -> list[tuple[str, Hook]]:
@@ -211,14 +211,14 @@ class TorchOracle:
         return places
 
     def _named(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Parameters, a shared one under each of its names."""
+        """Return the parameters, a shared one under each of its names."""
         named = module.named_parameters(remove_duplicate=False)
         return [(name, parameter) for name, parameter in named if not name.endswith(self.skipped or ("\0",))]
 
     def _to_params(self, tensors: Mapping[str, torch.Tensor]) -> Params:
         changes = {"dtype": self.dtype, "param_dtype": self.dtype}
         config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]  # a str that is a Dtype
-        with jax.enable_x64(self.dtype == "float64"):  # the table asks the model here for its shapes
+        with jax.enable_x64(self.dtype == "float64"):  # the table takes shapes from the model
             return self.to_params({name: tensor.numpy() for name, tensor in tensors.items()}, config)
 
     def _loss(self, module: nn.Module, batch: Batch, training: TrainingConfig) -> torch.Tensor:
@@ -227,7 +227,7 @@ class TorchOracle:
 
 
 def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, training: TrainingConfig, pad_id: int) -> torch.Tensor:
-    """-sum_v q(v) log p(v), its mean over the targets that are not padding, with q written out."""
+    """Return the mean of -sum_v q(v) log p(v) over the targets that are not padding, with q written out."""
     size, smoothing, mass = logits.shape[-1], training.label_smoothing, training.label_smoothing_over
     q = torch.full_like(logits, smoothing / {"non_target": size - 1, "all": size, "non_target_non_pad": size - 2}[mass])
     if mass == "non_target_non_pad":
@@ -242,13 +242,13 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, training: Trainin
 def brute_beam(
     next_log_probs: Callable[[np.ndarray], np.ndarray], limit: int, decoding: DecodingConfig, config: ModelConfig
 ) -> Line:
-    """The best line of a beam search that never stops early and computes every prefix anew.
+    """Return the best hypothesis of a beam search that never stops early and recomputes every prefix.
 
     Args:
-        next_log_probs: log-probabilities `n v` of the token after each of n prefixes, which are rows of one length.
-        limit: most tokens, EOS counted.
-        decoding: beam_size (1: greedy), length_penalty and alpha.
-        config: eos_id, and pad_id, which is never generated, nor are the ids that `decoding` forbids.
+        next_log_probs: Returns log-probabilities `n v` of the token after each of n prefixes of one length.
+        limit: Maximum number of tokens, with EOS.
+        decoding: beam_size (1 for greedy search), length_penalty, alpha, min_length and forbidden_ids.
+        config: eos_id, and pad_id, which is never generated.
     """
     live: list[tuple[list[int], float]] = [([], 0.0)]
     finished: list[tuple[list[int], float]] = []
@@ -256,6 +256,8 @@ def brute_beam(
         prefixes = np.array([tokens for tokens, _ in live], np.int64).reshape(len(live), length - 1)
         log_probs = next_log_probs(prefixes) + np.array([log_prob for _, log_prob in live])[:, None]
         log_probs[:, [config.pad_id, *decoding.forbidden_ids]] = -np.inf
+        if length <= decoding.min_length:
+            log_probs[:, config.eos_id] = -np.inf
         candidates = [
             ([*live[flat // log_probs.shape[1]][0], int(flat % log_probs.shape[1])], float(log_probs.flat[flat]))
             for flat in np.argsort(-log_probs, axis=None, kind="stable")[: 2 * decoding.beam_size]
@@ -274,15 +276,15 @@ def brute_beam(
 
 
 def generate(module: Any, src: np.ndarray, limit: int, decoding: DecodingConfig, config: ModelConfig) -> Line:
-    """The best line that `generate` of transformers finds."""
+    """Return the best hypothesis of the method `generate` of transformers."""
     found = module.generate(
         input_ids=_ids(src[None]),
         attention_mask=torch.ones(1, len(src), dtype=torch.long),
         num_beams=decoding.beam_size,
         do_sample=False,
         early_stopping=False,
-        max_length=limit + 1,  # there the start token counts
-        min_length=0,
+        max_length=limit + 1,  # the start token counts
+        min_length=decoding.min_length + 1,  # the start token counts
         bad_words_ids=[[token] for token in (config.pad_id, *decoding.forbidden_ids)],
         decoder_start_token_id=config.start_id,
         eos_token_id=config.eos_id,

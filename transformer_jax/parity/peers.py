@@ -1,4 +1,4 @@
-"""The peers to compare with: for each a module with its weights, and where its sub-layers are to be found."""
+"""The implementations to compare with: for each a torch module, its weights and the names of its sub-layers."""
 
 import contextlib
 import math
@@ -16,9 +16,8 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.interop import fairseq_format, marian_weights, torch_format
 from transformer_jax.interop.exchange import check_expressible
 from transformer_jax.interop.tables import Table, from_foreign, to_foreign
-from transformer_jax.parity.annotated_model import AnnotatedTransformer
 from transformer_jax.parity.oracles import Arrays, Hook, TorchOracle
-from transformer_jax.parity.torch_model import TorchTransformer
+from transformer_jax.parity.torch_models import AnnotatedTransformer, TorchTransformer
 from transformer_jax.types import Params, UserError
 
 SMALL: dict[str, Any] = {
@@ -35,16 +34,16 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Peer:
-    """How a piece of software is compared with.
+    """How to compare with an implementation.
 
     Args:
-        default: a small model with its conventions.
-        check: raises UserError unless it can compute what a configuration says.
-        table: its names of parameters.
-        module: makes its module, weights not loaded.
-        hooks: as of `TorchOracle`.
-        prefix: of its names before those of the table.
-        oracle: the other settings of `TorchOracle`.
+        default: A small model with its conventions.
+        check: Raises UserError unless it can compute a model.
+        table: Its names of parameters.
+        module: Makes its module, without the weights.
+        hooks: Hooks for `TorchOracle`.
+        oracle: Further arguments of `TorchOracle`.
+        prefix: Prefix of its names before those of the table.
     """
 
     default: ModelConfig
@@ -57,21 +56,21 @@ class Peer:
 
 
 def make_oracle(against: str, config: ModelConfig, params: Params, folder: Path | None = None) -> TorchOracle:
-    """The peer's model with these parameters.
+    """Return an implementation's model with the given parameters.
 
     Args:
-        against: a name of `PEERS`.
-        config: of the model.
-        params: of the model.
-        folder: with marian, where `from_pretrained` is to read the weights, rather than to take `params`.
+        against: Key of `PEERS`.
+        config: Configuration of the model.
+        params: Parameters of the model.
+        folder: For marian, folder from which `from_pretrained` reads the weights in place of `params`.
 
     Raises:
-        UserError: the peer cannot compute what the configuration says, or its package is not installed.
+        UserError: The implementation cannot compute the model, or its package is not installed.
     """
     peer = PEERS[against]
     peer.check(config)
     tensors = to_foreign(params, peer.table, config)
-    # What the format always has and the model here has not is zero there, and must stay so in training.
+    # Tensors that the format always has and the model lacks are zero, and must stay zero in training.
     ones = jax.tree.map(lambda leaf: np.ones(np.shape(leaf), np.float32), params)
     fillers = {peer.prefix + name for name, tensor in to_foreign(ones, peer.table, config).items() if not tensor.any()}
 
@@ -98,7 +97,7 @@ def make_oracle(against: str, config: ModelConfig, params: Params, folder: Path 
 
 
 def _load(module: nn.Module, tensors: Arrays) -> None:
-    """Copies arrays into a module's parameters and buffers; those that are not named keep what they have."""
+    """Copy arrays into a module's parameters and buffers by name, and leave the others unchanged."""
     state = {name: torch.from_numpy(np.array(tensor)) for name, tensor in tensors.items()}
     missing, unexpected = module.load_state_dict(state, strict=False)
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -109,7 +108,7 @@ def _load(module: nn.Module, tensors: Arrays) -> None:
 
 
 def _widen_positions(module: nn.Module) -> None:
-    """Position tables that transformers computes in float32, computed again in float64."""
+    """Replace position tables that transformers computes in float32 by tables in float64."""
     for name, place in module.named_modules():
         if not name.endswith("embed_positions"):
             continue
@@ -128,11 +127,11 @@ def _widen_positions(module: nn.Module) -> None:
 
 
 def _prepared(module: Any, config: ModelConfig) -> nn.Module:
-    """A model of transformers that trains all that is trained here, and whose `generate` does what it is told."""
+    """Make all parameters of a transformers model trainable, and reset its generation settings."""
     module.generation_config = _transformers().GenerationConfig()
-    if config.logits_bias:  # a constant there: it has no gradient unless it is a parameter
+    if config.logits_bias:  # a buffer has no gradient
         module.final_logits_bias = nn.Parameter(module.final_logits_bias.detach())
-    # The gradient of the padding's row is left out there, and padding may be what the decoder starts from.
+    # transformers omits the gradient of the padding's row, and the decoder may start from padding.
     for name, place in module.named_modules():
         if name.endswith(("embed_tokens", "shared")):
             place.padding_idx = None
@@ -149,7 +148,7 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers without its progress bars and advice."""
+    """Silence the progress bars and hints of transformers."""
     logging = _transformers().logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -163,7 +162,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _common(config: ModelConfig) -> dict[str, Any]:
-    """What the configurations of transformers call the same."""
+    """Return the settings that all configurations of transformers share."""
     encoder, decoder = config.encoder, config.decoder
     return {
         "d_model": config.d_model,
@@ -214,7 +213,7 @@ def _marian(config: ModelConfig) -> nn.Module:
 
 
 def _fsmt_logits(module: Any, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
-    # The two stacks one by one: what stands around them makes no causal mask in float64.
+    # Call the two stacks separately, because the code around them cannot make a causal mask in float64.
     seen = (src != module.config.pad_token_id).long()
     memory = module.model.encoder(input_ids=src, attention_mask=seen).last_hidden_state
     padding = tgt_in == module.config.pad_token_id
@@ -251,7 +250,7 @@ def _check_marian(config: ModelConfig) -> None:
 
 
 def _hooks(encoder: str, decoder: str, names: dict[str, str]) -> dict[str, Hook]:
-    """The hooks of both stacks. Names are those of sub-layers, `cross_...` in the decoder only, and `final_norm`."""
+    """Return the hooks of both stacks, given the module name of each sub-layer."""
     hooks = {}
     for ours, foreign in (("encoder", encoder), ("decoder", decoder)):
         hooks[f"{ours}/embedding"] = Hook(f"{foreign}.layers.0", is_input=True)

@@ -1,6 +1,7 @@
-"""The search for a cause: where two models diverge, this side is changed until it agrees with the other."""
+"""The search for a cause: where two models diverge, this side is changed until it agrees with the other side."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,65 +19,71 @@ if TYPE_CHECKING:  # it imports torch
 Leaves = dict[str, np.ndarray]
 Measure = Callable[[Side], str | None]
 
-# Values that are in use somewhere; the other side's own are tried besides.
-VALUES: dict[str, tuple[Any, ...]] = {
-    "norm_epsilon": (1e-5, 1e-6, 1e-12, 1e-3),
-    "norm_variant": ("standard", "unbiased_std"),
-    "norm_position": ("post", "pre"),
-    "final_norm": (False, True),
-    "activation": ("relu", "gelu", "swish"),
-    "scale_embeddings": (False, True),
-    "decoder_start": ("bos", "zeros"),
-    "attention_bias": (False, True),
-    "logits_bias": (False, True),
-    "num_heads": (1, 2, 4, 8, 16),
-    "decoder_num_heads": (1, 2, 4, 8, 16),
+_HEADS = (1, 2, 4, 8, 16)
+CONVENTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "encoder/embedding": {
+        "scale_embeddings": (False, True),
+        "source_bos": (False, True),
+        "source_eos": (False, True),
+    },
+    "encoder/layer_0/self_attention_norm": {
+        "norm_epsilon": (1e-5, 1e-6, 1e-12, 1e-3),
+        "norm_variant": ("standard", "unbiased_std"),
+        "norm_position": ("post", "pre"),
+    },
+    "encoder/layer_0/self_attention": {
+        "norm_position": ("post", "pre"),
+        "num_heads": _HEADS,
+        "attention_bias": (False, True),
+    },
+    "encoder/layer_0/feed_forward": {"activation": ("relu", "gelu", "swish"), "norm_position": ("post", "pre")},
+    "encoder/final_norm": {"final_norm": (False, True)},
+    "decoder/embedding": {"decoder_start": ("bos", "zeros")},
+    "decoder/layer_0/self_attention": {"decoder_num_heads": _HEADS},
+    "logits": {"logits_bias": (False, True)},
 }
-POSITIONS = ("positions", "position_exponent", "position_offset")
-# Which fields can show first at a place. A convention that all layers share shows in the first layer of the encoder, so
-# further on there are only those of the decoder.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "encoder/embedding": ("scale_embeddings",),
-    "encoder/layer_0/self_attention_norm": ("norm_epsilon", "norm_variant", "norm_position"),
-    "encoder/layer_0/self_attention": ("norm_position", "num_heads", "attention_bias"),
-    "encoder/layer_0/feed_forward": ("activation", "norm_position"),
-    "encoder/final_norm": ("final_norm",),
-    "decoder/embedding": ("decoder_start",),
-    "decoder/layer_0/self_attention": ("decoder_num_heads",),
-    "logits": ("logits_bias",),
+"""The values to try of each field that can show first at a place. The other side's own value is tried before them.
+
+A convention that all layers share shows in the first layer of the encoder, so later places have only the decoder's.
+"""
+POSITIONS: dict[str, tuple[Any, ...]] = {
+    "positions": ("interleaved", "halves"),
+    "position_exponent": ("paper", "tensor2tensor"),
+    "position_offset": (0, 1, 2, 3),
 }
-# The same of masks, and what they are called.
-MASKS: dict[str, tuple[tuple[tuple[str, ...], str], ...]] = {
-    "encoder/layer_0/self_attention": (
-        (("encoder_padding", "cross_padding"), "padding mask"),
-        (("encoder_padding",), "padding mask of the encoder's self-attention"),
-    ),
-    "decoder/layer_0/self_attention": ((("causal",), "causal mask"),),
-    "decoder/layer_0/cross_attention": (
-        (("cross_padding",), "padding mask of the attention over the encoder's output"),
-    ),
+MASKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "encoder/layer_0/self_attention": {
+        "padding mask": ("encoder_padding", "cross_padding"),
+        "padding mask of the encoder's self-attention": ("encoder_padding",),
+    },
+    "decoder/layer_0/self_attention": {"causal mask": ("causal",)},
+    "decoder/layer_0/cross_attention": {"padding mask of the attention over the encoder's output": ("cross_padding",)},
 }
+"""The masks that can show first at a place: the name of each in a report, and the fields of `Masks` it stands for."""
 PROJECTIONS = ("query", "key", "value")
+_FIELDS = tuple(dict.fromkeys((*itertools.chain(*CONVENTIONS.values()), *POSITIONS)))
 
 
 class Suspect(NamedTuple):
-    """A change to this side that may be the cause, and the sentence that says so."""
+    """A change to this side that may be the cause of a divergence."""
 
     cause: str
+    """Sentence that names the cause."""
     side: Side
+    """This side with the change."""
 
 
 def find_cause(side: Side, oracle: "Oracle", first: str, measure: Measure) -> str:
-    """The sentence of the suspect that moves the first divergence furthest; the first that removes it wins.
+    """Return the sentence of the suspect that moves the first divergence furthest. The first that removes it wins.
 
     Args:
-        side: this side, in float64.
-        oracle: the other side, for its configuration and its weights.
-        first: the name of the first divergence.
-        measure: the name of a variant's first divergence, in the order of the forward pass; None: there is none.
+        side: This side, in float64.
+        oracle: The other side, for its configuration and its weights.
+        first: Name of the first divergence.
+        measure: Returns the name of a variant's first divergence in the order of the forward pass, or None.
     """
     donor = dict(flatten(oracle.astype("float64").params()))
-    order = _order(oracle.config, side.config)
+    order = _forward_order(oracle.config, side.config)
     best, reached, tried = None, order(first), []
     for suspect in suspects(side, oracle.config, donor, first):
         tried.append(suspect.cause.partition(":")[0])
@@ -89,45 +96,45 @@ def find_cause(side: Side, oracle: "Oracle", first: str, measure: Measure) -> st
 
 
 def suspects(side: Side, other: ModelConfig, donor: Leaves, first: str) -> Iterator[Suspect]:
-    """All suspects, the likelier ones first."""
-    fields = FIELDS.get(first, ())
+    """Yield all suspects for a divergence at the place `first`, the more probable ones first."""
+    fields = CONVENTIONS.get(first, {})
     yield from _masks(side, first)
     for field in fields:
         if not field.endswith("bias"):
-            yield from _field(side, other, donor, field)
+            yield from _field(side, other, donor, field, fields[field])
     yield from _weights(side, donor, first)
     for field in fields:
-        if field.endswith("bias"):  # all biases; one alone is among the weights
-            yield from _field(side, other, donor, field)
+        if field.endswith("bias"):  # all biases together; a single one is among the weights
+            yield from _field(side, other, donor, field, fields[field])
     if first == "encoder/embedding":
         yield from _positions(side, other, donor)
-    both = {name: getattr(other, name) for name in (*VALUES, *POSITIONS)}
-    yield from _changed(side, donor, {k: v for k, v in both.items() if v != getattr(side.config, k)})
+    theirs = {name: getattr(other, name) for name in _FIELDS}
+    yield from _changed(side, donor, {k: v for k, v in theirs.items() if v != getattr(side.config, k)})
 
 
-def _field(side: Side, other: ModelConfig, donor: Leaves, field: str) -> Iterator[Suspect]:
-    for value in dict.fromkeys((getattr(other, field), *VALUES[field])):
+def _field(side: Side, other: ModelConfig, donor: Leaves, field: str, values: tuple[Any, ...]) -> Iterator[Suspect]:
+    for value in dict.fromkeys((getattr(other, field), *values)):
         if value != getattr(side.config, field):
             yield from _changed(side, donor, {field: value})
 
 
 def _positions(side: Side, other: ModelConfig, donor: Leaves) -> Iterator[Suspect]:
-    """One field changed, then two, then all three."""
-    offsets = dict.fromkeys((other.position_offset, 0, 1, 2, side.config.pad_id + 1, 3))
-    layouts = ("interleaved", "halves") if side.config.positions != "learned" else ("learned",)
-    combinations = [
-        {"positions": layout, "position_exponent": exponent, "position_offset": offset}
-        for layout in layouts
-        for exponent in ("paper", "tensor2tensor")
-        for offset in offsets
-    ]
+    """Yield one changed field of the positions, then two, then all three."""
+    values = POSITIONS | {
+        "position_offset": tuple(
+            dict.fromkeys((other.position_offset, 0, 1, 2, side.config.pad_id + 1, *POSITIONS["position_offset"]))
+        )
+    }
+    if side.config.positions == "learned":
+        values["positions"] = ("learned",)
+    combinations = [dict(zip(values, choice, strict=True)) for choice in itertools.product(*values.values())]
     changes = [{k: v for k, v in c.items() if v != getattr(side.config, k)} for c in combinations]
     for change in sorted(changes, key=len):
         yield from _changed(side, donor, change)
 
 
 def _changed(side: Side, donor: Leaves, change: Mapping[str, Any]) -> Iterator[Suspect]:
-    """This side with other values of some fields, if there is such a model."""
+    """Yield this side with other values of some fields, if such a model exists."""
     if not change:
         return
     try:
@@ -143,11 +150,11 @@ def _changed(side: Side, donor: Leaves, change: Mapping[str, Any]) -> Iterator[S
 
 
 def _fitted(params: Params, config: ModelConfig, donor: Leaves) -> Params:
-    """Parameters for another configuration: those there are, others from the other side, else what does nothing."""
-    have, leaves = flatten(params), {}
+    """Return parameters for another configuration: this side's, else the other side's, else ones without effect."""
+    own, leaves = flatten(params), {}
     for path, wanted in flatten(abstract_params(config)).items():
-        if path in have and np.size(have[path]) == wanted.size:
-            leaves[path] = np.reshape(have[path], wanted.shape)
+        if path in own and np.size(own[path]) == wanted.size:
+            leaves[path] = np.reshape(own[path], wanted.shape)
         elif path in donor and donor[path].size == wanted.size:
             leaves[path] = donor[path].reshape(wanted.shape)
         elif path.endswith(("scale", "bias")):
@@ -158,17 +165,17 @@ def _fitted(params: Params, config: ModelConfig, donor: Leaves) -> Params:
 
 
 def _masks(side: Side, first: str) -> Iterator[Suspect]:
-    for names, what in MASKS.get(first, ()):
+    for what, names in MASKS.get(first, {}).items():
         on = {getattr(side.masks, name) for name in names}
         if len(on) == 1:
             masks = side.masks._replace(**dict.fromkeys(names, not min(on)))
-            has = ("one", "none") if min(on) else ("none", "one")
-            cause = f"{what}: this side has {has[0]}, the other {has[1]}"
+            ours, theirs = ("one", "none") if min(on) else ("none", "one")
+            cause = f"{what}: this side has {ours}, the other {theirs}"
             yield Suspect(cause, dataclasses.replace(side, masks=masks))
 
 
 def _weights(side: Side, donor: Leaves, first: str) -> Iterator[Suspect]:
-    """Changes to the parameters of one sub-layer."""
+    """Yield changes to the parameters of one sub-layer."""
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(side.params).items()}
     own = [path for path in leaves if path.startswith(f"{first}/")]
     if first in ("encoder/embedding", "decoder/embedding", "logits"):
@@ -195,18 +202,18 @@ def _weights(side: Side, donor: Leaves, first: str) -> Iterator[Suspect]:
 
 
 def _attention(first: str, leaves: Leaves, changed: Callable[[str, Leaves], Suspect]) -> Iterator[Suspect]:
-    """Query, key and value in another order; heads cut from the columns in another way."""
+    """Yield query, key and value in another order, and heads formed from the columns in another way."""
     kinds = [kind for kind in ("kernel", "bias") if f"{first}/query/{kind}" in leaves]
     for order in (("key", "query", "value"), ("value", "key", "query"), ("query", "value", "key")):
-        moved = [(here, there) for here, there in zip(PROJECTIONS, order, strict=True) if here != there]
+        moved = [(name, source) for name, source in zip(PROJECTIONS, order, strict=True) if name != source]
         change = {f"{first}/{a}/{kind}": leaves[f"{first}/{b}/{kind}"] for a, b in moved for kind in kinds}
         if all(leaves[path].shape == leaf.shape for path, leaf in change.items()):
             yield changed(f"{first}: {moved[0][0]} and {moved[1][0]} are swapped", change)
 
     def stride(leaf: np.ndarray, axis: int) -> np.ndarray:
         heads, width = leaf.shape[axis : axis + 2]
-        cut = leaf.reshape(*leaf.shape[:axis], width, heads, *leaf.shape[axis + 2 :])
-        return np.swapaxes(cut, axis, axis + 1)
+        reshaped = leaf.reshape(*leaf.shape[:axis], width, heads, *leaf.shape[axis + 2 :])
+        return np.swapaxes(reshaped, axis, axis + 1)
 
     inputs = {
         f"{first}/{name}/{kind}": stride(leaves[f"{first}/{name}/{kind}"], 1 if kind == "kernel" else 0)
@@ -220,7 +227,7 @@ def _attention(first: str, leaves: Leaves, changed: Callable[[str, Leaves], Susp
 
 
 def _transposed(path: str, leaf: np.ndarray) -> np.ndarray | None:
-    """The leaf with its foreign matrix transposed, if that is square."""
+    """Return the leaf with its foreign matrix transposed, if that is square."""
     inputs = 2 if path.endswith("attention/output/kernel") else 1
     rows = int(np.prod(leaf.shape[:inputs]))
     return leaf.reshape(rows, rows).T.reshape(leaf.shape) if rows * rows == leaf.size else None
@@ -237,13 +244,10 @@ def _describe(path: str, ours: np.ndarray, theirs: np.ndarray) -> str:
     return f"{path}: its values differ by up to {np.abs(ours - theirs).max():.2g}"
 
 
-def _order(other: ModelConfig, this: ModelConfig) -> Callable[[str], tuple[int, ...]]:
-    """A key that sorts names of sub-layers as the forward pass has them.
-
-    Both norm positions give an order of their own; between two sub-layers of a layer that of the other side counts.
-    """
+def _forward_order(other: ModelConfig, this: ModelConfig) -> Callable[[str], tuple[int, ...]]:
+    """Return a sort key that puts names of sub-layers in the order of the other side's forward pass."""
     sublayers = ["self_attention", "cross_attention", "feed_forward"]
-    layers = max(config.num_layers for config in (*(c.encoder for c in (other, this)), other.decoder, this.decoder))
+    layers = max(config.num_layers for config in (other.encoder, this.encoder, other.decoder, this.decoder))
 
     def key(name: str) -> tuple[int, ...]:
         if name == "logits":
@@ -252,9 +256,9 @@ def _order(other: ModelConfig, this: ModelConfig) -> Callable[[str], tuple[int, 
         if rest in ("embedding", "final_norm"):
             return (stack == "decoder", -1 if rest == "embedding" else layers, 0, 0)
         layer, _, sublayer = rest.partition("/")
-        is_norm = sublayer.endswith("_norm")
-        after = is_norm == (other.norm_position == "post")
-        place = sublayers.index(sublayer.removesuffix("_norm"))
-        return (stack == "decoder", int(layer.removeprefix("layer_")), place, int(after))
+        # A norm comes after its sub-layer with norm_position post, and before it with pre.
+        follows = sublayer.endswith("_norm") == (other.norm_position == "post")
+        index = sublayers.index(sublayer.removesuffix("_norm"))
+        return (stack == "decoder", int(layer.removeprefix("layer_")), index, int(follows))
 
     return key

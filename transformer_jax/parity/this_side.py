@@ -1,4 +1,4 @@
-"""This side of a comparison: what the model here computes, sub-layer by sub-layer, in training and in search."""
+"""This side of a comparison: the outputs of this package's model, sub-layer by sub-layer, in training and search."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Masks(NamedTuple):
-    """Which masks are on."""
+    """Which masks a side uses."""
 
     encoder_padding: bool = True
     """Padding of the source is hidden from the encoder's self-attention."""
@@ -42,12 +42,12 @@ ALL_MASKS = Masks()
 
 
 class MaskedTransformer(Transformer):
-    """The model with masks left out."""
+    """The model without some of its masks."""
 
     masks: Masks = ALL_MASKS
 
     def hidden_states(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
-        """As of `Transformer`."""
+        """Return the decoder's output and the unembedding, as `Transformer` does."""
         seen = padding_mask(src, self.config.pad_id)
         everything = jnp.ones_like(seen)
         memory = self.encode(
@@ -58,7 +58,7 @@ class MaskedTransformer(Transformer):
             tgt_in,
             memory,
             seen if self.masks.cross_padding else everything,
-            # The last position may attend to all that is not padding: without causality all others may too.
+            # The last position may attend to everything but padding. Without causality all positions may.
             tgt_mask=tgt_mask if self.masks.causal else jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape),
             deterministic=deterministic,
         )
@@ -67,14 +67,14 @@ class MaskedTransformer(Transformer):
 
 @dataclass(frozen=True)
 class Side:
-    """A model here: configuration, parameters, masks."""
+    """A model of this package: configuration, parameters, masks."""
 
     config: ModelConfig
     params: Params
     masks: Masks = ALL_MASKS
 
     def astype(self, dtype: str) -> "Side":
-        """The same in another dtype, dropout off, and computed so that every part can be seen."""
+        """Return the side in another dtype, without dropout, and computed so that every sub-layer is visible."""
         off = dict.fromkeys(("residual_dropout", "attention_dropout", "activation_dropout"), 0.0)
         plain = {"attention_kernel": "xla", "remat": "none", "scan_layers": False}
         changes = {"dtype": dtype, "param_dtype": dtype, **off, **plain}
@@ -84,27 +84,45 @@ class Side:
 
     @property
     def model(self) -> Transformer:
-        """The module; one with masks left out if there are such."""
+        """Module that computes the side."""
         return Transformer(self.config) if all(self.masks) else MaskedTransformer(self.config, masks=self.masks)
 
 
-def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
-    """The output of every sub-layer, under its path; `encoder/embedding` and `decoder/embedding`; `logits` last."""
+def convert_source(src: np.ndarray, origin: ModelConfig, target: ModelConfig) -> np.ndarray:
+    """Return source ids `b s` with the start and end symbols of another configuration.
 
+    Args:
+        src: Padded source ids.
+        origin: Configuration whose BOS and EOS the ids have.
+        target: Configuration whose BOS and EOS the result has.
+    """
+    if (origin.source_bos, origin.source_eos) == (target.source_bos, target.source_eos):
+        return src
+    start, end = [target.bos_id] * target.source_bos, [target.eos_id] * target.source_eos
+    rows = []
+    for row in src:
+        ids = row[row != origin.pad_id].tolist()
+        rows.append([*start, *ids[int(origin.source_bos) : len(ids) - origin.source_eos], *end])
+    width = max(map(len, rows))
+    return np.array([row + [target.pad_id] * (width - len(row)) for row in rows], src.dtype)
+
+
+def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
+    """Return the output of every sub-layer by its path, the sums of embeddings and positions, and `logits` last."""
     wanted = (MultiHeadAttention, FeedForward, LayerNorm)
 
     def is_wanted(module: Any, method: str) -> bool:
-        # The dropout of the whole model is where embeddings and positions have been added up.
+        # The model's own dropout receives the sums of embeddings and positions.
         return method == "__call__" and (isinstance(module, wanted) or module.path == ("dropout",))
 
-    # Not compiled as a whole: the search for a cause runs many variants, which share their compiled operations.
+    # Not jitted, because the search for a cause runs many variants, which share their compiled operations.
     logits, state = side.model.apply(
         {"params": jax.tree.map(jnp.asarray, side.params)},
         jnp.asarray(src),
         jnp.asarray(tgt_in),
         capture_intermediates=is_wanted,
     )
-    # Under the path of each module stands what its method returned, once for each call.
+    # Each module's path has the values that its method returned, one per call.
     seen = {path.rpartition("/")[0]: values for path, values in flatten(state["intermediates"]).items()}
     embeddings = dict(zip(("encoder/embedding", "decoder/embedding"), seen.pop("dropout"), strict=True))
     outputs = embeddings | {name: values[0] for name, values in seen.items()} | {"logits": logits}
@@ -112,23 +130,23 @@ def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
 
 
 def learning_rates(training: TrainingConfig, d_model: int, count: int) -> list[float]:
-    """The learning rate of each of the first updates, as the optimizer here has it."""
+    """Return the optimizer's learning rate of each of the first `count` updates."""
     return np.asarray(jax.jit(make_schedule(training, d_model))(jnp.arange(count))).tolist()
 
 
 class Trained(NamedTuple):
-    """What a few updates gave."""
+    """Results of a few updates."""
 
     losses: list[float]
-    """The mean loss over the target tokens, before each update."""
+    """Mean loss over the target tokens before each update."""
     gradients: Arrays
-    """Of the first update's loss."""
+    """Gradients of the first update's loss."""
     params: Arrays
-    """After the last update."""
+    """Parameters after the last update."""
 
 
 def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Trained:
-    """One update for each batch, by the training step itself."""
+    """Run one update per batch with the package's own training step."""
     optimizer = optax.chain(_recorder(), make_optimizer(training, side.config.d_model))
     step = jax.jit(
         partial(
@@ -149,7 +167,7 @@ def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Tra
 
 
 def _recorder() -> optax.GradientTransformation:
-    """Changes nothing; its state is the last gradient."""
+    """Return a transformation that changes nothing and whose state is the last gradient."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda gradients, *_: (gradients, gradients)
     )
@@ -158,7 +176,7 @@ def _recorder() -> optax.GradientTransformation:
 def lines(
     side: Side, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig
 ) -> list[tuple[list[int], float]]:
-    """The best hypothesis of each row, tokens with EOS, and what hypotheses are ranked by."""
+    """Return the best hypothesis of each row: its tokens with EOS, and the score that ranks it."""
     spec = search_spec(
         side.config,
         decoding,

@@ -1,0 +1,180 @@
+"""The parity report: differences, tolerances, and the report as text and JSON."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from transformer_jax.config import ModelConfig
+from transformer_jax.runtime.files import to_json
+from transformer_jax.types import Batch
+
+# Largest error of sub-layers and of the loss, relative to max(1, the largest value).
+FORWARD = {"float32": 1e-5, "float64": 1e-10}
+# Largest error of gradients, relative to the tensor's own largest value, or else to the largest of all.
+OWN_GRADIENT = {"float32": 1e-4, "float64": 1e-9}
+ANY_GRADIENT = {"float32": 1e-5, "float64": 1e-10}
+# Largest relative error of the losses of training, and largest error of the parameters after it (see `DRIFT`).
+LOSSES = {"float32": 1e-4, "float64": 1e-9}
+PARAMETERS = {"float32": math.inf, "float64": 1e-9}
+SCORE = 1e-4
+STEPS = 20
+KEY_BIASES = (
+    "key biases are not compared after training: a key's bias never changes the softmax, so its gradient is "
+    "rounding noise, which Adam turns into full steps"
+)
+DRIFT = (
+    "in float32 the other parameters are shown but not judged, only losses are: a gradient that is nearly zero is "
+    "rounding noise too"
+)
+SOURCE = (
+    "the source is compared as ids, with model.source_bos={}: if translations still differ from those of the program "
+    "that trained the weights, check whether its batches start the source with BOS (<s> source </s>)"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor of this side is from that of the other side. Infinitely if only one side has it."""
+
+    name: str
+    """Path of the sub-layer or parameter."""
+    max_abs: float
+    """Largest absolute difference."""
+    max_rel: float
+    """Largest absolute difference, relative to the largest value of the other side."""
+    ok: bool
+    """Whether the difference is within the tolerance."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The mean loss of a batch."""
+
+    this: float
+    other: float
+    max_rel: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Losses of training with equal batches and optimizers, and the parameters at its end."""
+
+    this: tuple[float, ...]
+    other: tuple[float, ...]
+    max_rel: float
+    parameters_max_abs: float
+    """Largest difference of the parameters, without key biases (see `KEY_BIASES`)."""
+    ok: bool
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """Result of `compare`."""
+
+    ok: bool
+    """Whether everything is within tolerance."""
+    against: str
+    """Name of the other side."""
+    dtype: str
+    """Dtype of both sides."""
+    layers: tuple[Difference, ...]
+    """Output of every sub-layer, in the order of the forward pass."""
+    first_divergence: str | None
+    """First sub-layer or check that is not within tolerance."""
+    cause: str | None
+    """Sentence that names the likely cause of the first divergence."""
+    loss: Loss
+    gradients: tuple[Difference, ...]
+    trajectory: Trajectory
+    greedy_equal: bool
+    """Whether greedy search finds equal tokens."""
+    beam_equal: bool
+    """Whether beam search finds equal tokens, or tokens with scores that differ by at most 1e-4."""
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return one JSON object on one line, with null for numbers that are not finite."""
+        fields = dataclasses.asdict(self)
+        for name in ("against", "notes"):
+            del fields[name]
+        for name in ("layers", "gradients"):
+            fields[name] = [{key: item[key] for key in ("name", "max_abs", "max_rel")} for item in fields[name]]
+        return to_json(fields)
+
+
+def first_divergence(layers: Sequence[Difference]) -> str | None:
+    """Return the name of the first difference that is not within tolerance."""
+    return next((item.name for item in layers if not item.ok), None)
+
+
+def layer_differences(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], batch: Batch, config: ModelConfig, dtype: str
+) -> tuple[Difference, ...]:
+    """Return the differences in the order of the other side's forward pass, without padded positions."""
+    src_counts, tgt_counts = batch.src != config.pad_id, batch.tgt_in != config.pad_id
+    tgt_counts[:, 0] = True  # the start token may have the padding's id
+    names = list(theirs)
+    for name in ours.keys() - theirs.keys():  # a final norm that only this side has belongs at the stack's end
+        stack = name.partition("/")[0]
+        names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
+
+    def differ(name: str) -> Difference:
+        counts = src_counts if name.startswith("encoder/") else tgt_counts
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            return Difference(name, math.inf, math.inf, False)
+        return difference(name, ours[name][counts], theirs[name][counts], FORWARD[dtype])
+
+    return tuple(map(differ, names))
+
+
+def difference(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> Difference:
+    """Return the difference of two arrays, ok if it is within the tolerance times max(1, the largest value)."""
+    with np.errstate(invalid="ignore"):
+        error, largest = np.abs(ours - theirs).max(initial=0), np.abs(theirs).max(initial=0)
+    if not np.isfinite(error):
+        return Difference(name, math.inf, math.inf, False)
+    relative = error / largest if largest else (math.inf if error else 0.0)
+    return Difference(name, float(error), float(relative), bool(error <= tolerance * max(1, largest)))
+
+
+def render(report: ParityReport) -> str:
+    """Return the report as a table."""
+
+    def rows(title: str, items: Sequence[Difference]) -> list[str]:
+        width = max(len(item.name) for item in items)
+        head = f"{title:<{width}}  {'max abs':>9}  {'max rel':>9}"
+        lines = [
+            f"{item.name:<{width}}  {item.max_abs:9.2e}  {item.max_rel:9.2e}{'' if item.ok else '  <- differs'}"
+            for item in items
+        ]
+        return [head, *lines, ""]
+
+    trajectory, loss = report.trajectory, report.loss
+    first, last = (f"{trajectory.this[i]:.6f} here, {trajectory.other[i]:.6f} there" for i in (0, -1))
+    return "\n".join(
+        [
+            f"against {report.against}, {report.dtype}",
+            "",
+            *rows("sub-layer, in the order of the forward pass", report.layers),
+            *rows("gradient", report.gradients),
+            f"loss          {loss.this:.8f} here, {loss.other:.8f} there, relative {loss.max_rel:.2e}{_mark(loss.ok)}",
+            f"{len(trajectory.this)} updates    first loss {first}; last {last}",
+            f"              losses differ by {trajectory.max_rel:.2e} relative, parameters at the end by "
+            f"{trajectory.parameters_max_abs:.2e}{_mark(trajectory.ok)}",
+            f"greedy search {'equal' if report.greedy_equal else 'differs'}, token by token",
+            f"beam search   {'equal' if report.beam_equal else 'differs'}",
+            *(f"note: {note}" for note in report.notes),
+            "",
+            "within tolerance"
+            if report.ok
+            else f"DIVERGES first at {report.first_divergence}\nlikely cause: {report.cause}",
+        ]
+    )
+
+
+def _mark(ok: bool) -> str:
+    return "" if ok else "  <- differs"

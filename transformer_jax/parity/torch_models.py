@@ -1,0 +1,287 @@
+"""Torch models to compare with: `torch.nn.Transformer` with embeddings, and annotated-transformer's formulas.
+
+Their state dicts have the names that `torch_format` reads. They have no dropout, because they are made for comparing.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from transformer_jax.config import ModelConfig, StackSize
+from transformer_jax.interop.exchange import check_expressible
+from transformer_jax.interop.torch_format import check_annotated, check_torch
+from transformer_jax.model.positional import sinusoids
+
+ACTIVATIONS: dict[str, Any] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu, "swish": nn.functional.silu}
+
+
+class TorchTransformer(nn.Module):
+    """`torch.nn.Transformer` between embeddings and an output layer, as a `ModelConfig` describes it.
+
+    `forward(src, tgt_in)` returns logits `b t v`.
+
+    Raises:
+        UserError: torch's modules cannot compute the model.
+    """
+
+    def __init__(self, config: ModelConfig, max_length: int = 1024) -> None:
+        super().__init__()
+        check_torch(config)
+        self.config, d_model = config, config.d_model
+        common: dict[str, Any] = {
+            "dropout": 0.0,
+            "activation": ACTIVATIONS[config.activation],
+            "layer_norm_eps": config.norm_epsilon,
+            "batch_first": True,
+            "norm_first": config.norm_position == "pre",
+        }
+        encoder, decoder = config.encoder, config.decoder
+        final = [nn.LayerNorm(d_model, config.norm_epsilon) if config.final_norm else None for _ in range(2)]
+        self.transformer = nn.Transformer(
+            d_model,
+            encoder.num_heads,
+            custom_encoder=nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(d_model, encoder.num_heads, encoder.d_ff, **common),
+                encoder.num_layers,
+                final[0],
+                enable_nested_tensor=False,
+            ),
+            custom_decoder=nn.TransformerDecoder(
+                nn.TransformerDecoderLayer(d_model, decoder.num_heads, decoder.d_ff, **common),
+                decoder.num_layers,
+                final[1],
+            ),
+            batch_first=True,
+        )
+        self.src_embed = nn.Embedding(config.source_rows, d_model)
+        self.tgt_embed = nn.Embedding(config.vocab_size, d_model)
+        self.generator = nn.Linear(d_model, config.vocab_size, bias=config.logits_bias)
+        if config.tie_embeddings == "all":
+            self.src_embed.weight = self.tgt_embed.weight
+        if config.tie_embeddings != "none":
+            self.generator.weight = self.tgt_embed.weight
+        if config.positions == "learned":
+            self.src_positions = nn.Embedding(config.max_length, d_model)
+            self.tgt_positions = nn.Embedding(config.max_length, d_model)
+        else:
+            table = sinusoids(max_length, d_model, config.positions, config.position_exponent, config.position_offset)
+            self.register_buffer("pe", torch.from_numpy(table), persistent=False)
+
+    def forward(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
+        """Return logits of the next token at each target position."""
+        return self.decode(tgt_in, self.encode(src), src)
+
+    def encode(self, src: torch.Tensor) -> torch.Tensor:
+        """Return the encoder's output."""
+        x = self.embed(src, "src")
+        return self.transformer.encoder(x, src_key_padding_mask=src == self.config.pad_id)
+
+    def decode(self, tgt_in: torch.Tensor, memory: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+        """Return logits at every position of `tgt_in`."""
+        causal = torch.ones(tgt_in.shape[1], tgt_in.shape[1], dtype=torch.bool).triu(1)
+        padding = tgt_in == self.config.pad_id
+        padding[:, 0] = False  # the start token may have the padding's id
+        x = self.transformer.decoder(
+            self.embed(tgt_in, "tgt"),
+            memory,
+            tgt_mask=causal,
+            tgt_key_padding_mask=padding,
+            memory_key_padding_mask=src == self.config.pad_id,
+        )
+        return self.generator(x)
+
+    def embed(self, tokens: torch.Tensor, side: str) -> torch.Tensor:
+        """Return embeddings plus positions."""
+        config = self.config
+        x = getattr(self, f"{side}_embed")(tokens)
+        if config.scale_embeddings:
+            x = x * math.sqrt(config.d_model)
+        if side == "tgt" and config.decoder_start == "zeros":
+            x = torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], dim=1)
+        if config.positions == "learned":
+            rows = getattr(self, f"{side}_positions").weight
+            return x + rows[config.position_offset : config.position_offset + tokens.shape[1]]
+        return x + self.pe[: tokens.shape[1]].to(x.dtype)
+
+
+def load_numpy(module: nn.Module, tensors: dict[str, np.ndarray]) -> None:
+    """Load arrays into a module by their names, in the module's dtype.
+
+    Raises:
+        RuntimeError: Names or shapes differ.
+    """
+    module.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
+
+
+# ------------------------------------------------------------ annotated-transformer
+
+
+class LayerNorm(nn.Module):
+    """a_2 (x - mean) / (std + eps) + b_2, with the unbiased std."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.a_2, self.b_2, self.eps = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last axis."""
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True, unbiased=True)
+        return self.a_2 * (x - mean) / (std + self.eps) + self.b_2
+
+
+class MultiHeadedAttention(nn.Module):
+    """Multi-head attention, with the projections of query, key, value and output in `linears`."""
+
+    def __init__(self, d_model: int, num_heads: int, bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.linears = nn.ModuleList(nn.Linear(d_model, d_model, bias=bias) for _ in range(4))
+
+    def forward(self, query: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Attend from `query` to `memory` where the mask is True."""
+        inputs = (query, memory, memory)
+        q, k, v = (
+            linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear, x in zip(self.linears, inputs, strict=False)
+        )
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None], -1e9)
+        return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """w_2 relu(w_1 x)."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the network at each position."""
+        return self.w_2(self.w_1(x).relu())
+
+
+class SublayerConnection(nn.Module):
+    """A residual connection, which owns its sub-layer's norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.d_model, config.norm_epsilon)
+
+
+class Layer(nn.Module):
+    """A layer of the encoder, or of the decoder if it has `src_attn`."""
+
+    def __init__(self, config: ModelConfig, size: StackSize, cross: bool) -> None:
+        super().__init__()
+        self.self_attn = MultiHeadedAttention(config.d_model, size.num_heads, config.attention_bias)
+        if cross:
+            self.src_attn = MultiHeadedAttention(config.d_model, size.num_heads, config.attention_bias)
+        self.feed_forward = FeedForward(config.d_model, size.d_ff)
+        self.sublayer = nn.ModuleList(SublayerConnection(config) for _ in range(3 if cross else 2))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor,
+        memory: torch.Tensor | None = None,
+        memory_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply x + Sublayer(LayerNorm(x)) for each sub-layer."""
+        norms = [connection.norm for connection in self.sublayer]
+        y = norms[0](x)
+        x = x + self.self_attn(y, y, mask)
+        if memory is not None:
+            x = x + self.src_attn(norms[1](x), memory, memory_mask)
+        return x + self.feed_forward(norms[-1](x))
+
+
+class Stack(nn.Module):
+    """Layers and a final norm."""
+
+    def __init__(self, config: ModelConfig, size: StackSize, cross: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(config, size, cross) for _ in range(size.num_layers))
+        self.norm = LayerNorm(config.d_model, config.norm_epsilon)
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        """Return the normalized output of the last layer."""
+        for layer in self.layers:
+            x = layer(x, *others)
+        return self.norm(x)
+
+
+class Embeddings(nn.Module):
+    """An embedding table whose vectors are multiplied by sqrt(d_model)."""
+
+    def __init__(self, rows: int, d_model: int) -> None:
+        super().__init__()
+        self.lut, self.d_model = nn.Embedding(rows, d_model), d_model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of the tokens."""
+        return self.lut(tokens) * math.sqrt(self.d_model)
+
+
+class PositionalEncoding(nn.Module):
+    """Alternating sines and cosines, added to the embeddings."""
+
+    def __init__(self, d_model: int, max_length: int = 1024) -> None:
+        super().__init__()
+        position = torch.arange(max_length, dtype=torch.float64)[:, None]
+        wave = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
+        pe = torch.zeros(max_length, d_model, dtype=torch.float64)
+        pe[:, 0::2], pe[:, 1::2] = torch.sin(position * wave), torch.cos(position * wave)
+        self.register_buffer("pe", pe, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x plus its positions."""
+        return x + self.pe[: x.shape[1]].to(x.dtype)
+
+
+class Generator(nn.Module):
+    """The output layer, without its softmax."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.proj = nn.Linear(config.d_model, config.vocab_size, bias=config.logits_bias)
+
+
+class AnnotatedTransformer(nn.Module):
+    """annotated-transformer's model, as a `ModelConfig` describes it.
+
+    Its LayerNorm divides by std + epsilon with the unbiased std, before each sub-layer and after each stack.
+    `forward(src, tgt_in)` returns logits `b t v`.
+
+    Raises:
+        UserError: annotated-transformer cannot compute the model.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        check_annotated(config)
+        check_expressible(config, "annotated", {"decoder_start": ("bos", "eos", "pad")})
+        self.config = config
+        self.encoder = Stack(config, config.encoder, cross=False)
+        self.decoder = Stack(config, config.decoder, cross=True)
+        self.src_embed, self.tgt_embed = (
+            nn.Sequential(Embeddings(rows, config.d_model), PositionalEncoding(config.d_model))
+            for rows in (config.source_rows, config.vocab_size)
+        )
+        self.generator = Generator(config)
+        if config.tie_embeddings == "all":
+            self.src_embed[0].lut.weight = self.tgt_embed[0].lut.weight
+        if config.tie_embeddings != "none":
+            self.generator.proj.weight = self.tgt_embed[0].lut.weight
+
+    def forward(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
+        """Return logits of the next token at each target position."""
+        src_mask = (src != self.config.pad_id)[:, None]
+        memory = self.encoder(self.src_embed(src), src_mask)
+        length = tgt_in.shape[1]
+        seen = tgt_in != self.config.pad_id
+        seen[:, 0] = True  # the start token may have the padding's id
+        tgt_mask = seen[:, None] & torch.ones(length, length, dtype=torch.bool).tril()
+        return self.generator.proj(self.decoder(self.tgt_embed(tgt_in), tgt_mask, memory, src_mask))
