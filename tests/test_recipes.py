@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def write(folder, text, name="recipe.py"):
-    (folder / name).write_text("from transformer_jax import Config, ModelConfig\n" + text)
+    (folder / name).write_text("from transformer_jax import Config, DecodingConfig, ModelConfig\n" + text)
     return str(folder / name)
 
 
@@ -51,6 +51,7 @@ def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
         ("def get_config(): return {}", "", r"get_config\(\) returned dict; it must return a Config"),
         ("def get_config(): return Config()", ":big", "one recipe only: leave out ':big'"),
         ("def get_config(name): return Config()", "", r"several recipes: name one, as .*recipe\.py:NAME"),
+        ("def get_config(): return Config(decoding=DecodingConfig(weights=1))", "", "weights is now quantization"),
         ("def get_config(:", "", r"recipe\.py, line 2: "),
         ("def get_config(): return Config(model=ModelConfig(d_model=0))", "", r"model\.d_model is 0"),
     ],

@@ -23,9 +23,18 @@ API = {
     "Transformer": "model.transformer",
     "attention_maps": "model.transformer",
     "count_parameters": "model.transformer",
+    "Encoder": "model.layers",
+    "Decoder": "model.layers",
+    "EncoderLayer": "model.layers",
+    "DecoderLayer": "model.layers",
     "MultiHeadAttention": "model.attention",
+    "attention_weights": "model.attention",
     "scaled_dot_product_attention": "model.attention",
     "sinusoids": "model.positional",
+    "padding_mask": "model.masks",  # masks are True where a query may attend
+    "causal_mask": "model.masks",
+    "target_mask": "model.masks",
+    "segment_mask": "model.masks",
     # Training.
     "noam_schedule": "training.optimizer",  # paper eq. 3
     "make_optimizer": "training.optimizer",
@@ -33,6 +42,8 @@ API = {
     "LossSpec": "training.loss",  # constants of the loss: label smoothing, and how many logits to hold
     "train_step": "training.step",  # THE training step, a pure function
     "TrainState": "training.step",
+    "init_state": "training.step",
+    "make_mesh": "training.sharding",  # devices along data, fsdp and tensor
     "Batch": "types",
     # Decoding and evaluation.
     "Translator": "decoding.translator",  # Translator.load(run).translate(texts)
@@ -77,7 +88,9 @@ if TYPE_CHECKING:
     from transformer_jax.evaluation.evaluate import average, evaluate
     from transformer_jax.evaluation.scoring import score_pairs
     from transformer_jax.interop.convert import export_run, import_run
-    from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
+    from transformer_jax.model.attention import MultiHeadAttention, attention_weights, scaled_dot_product_attention
+    from transformer_jax.model.layers import Decoder, DecoderLayer, Encoder, EncoderLayer
+    from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
     from transformer_jax.model.positional import sinusoids
     from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
     from transformer_jax.parity.compare import compare
@@ -85,7 +98,8 @@ if TYPE_CHECKING:
     from transformer_jax.run import train
     from transformer_jax.training.loss import LossSpec, cross_entropy
     from transformer_jax.training.optimizer import make_optimizer, noam_schedule
-    from transformer_jax.training.step import TrainState, train_step
+    from transformer_jax.training.sharding import make_mesh
+    from transformer_jax.training.step import TrainState, init_state, train_step
     from transformer_jax.types import Batch, UserError
     from transformer_jax.visualization.attention import attention_of
     from transformer_jax.visualization.attention_drawing import draw_attention

@@ -4,11 +4,20 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.config import (
+    RENAMED_FIELDS,
+    Config,
+    DataConfig,
+    DecodingConfig,
+    ModelConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
@@ -194,7 +203,14 @@ def load_recipe(recipe: str) -> Config:
         raise UserError(f"{path} has one recipe only: leave out {':' + name!r}")
     if not name and not _callable_without_arguments(get_config):
         raise UserError(f"{path} has several recipes: name one, as {path}:NAME")
-    config = get_config(name) if name else get_config()
+    try:
+        config = get_config(name) if name else get_config()
+    except TypeError as error:
+        old = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        new = [fields[old[1]] for fields in RENAMED_FIELDS.values() if old[1] in fields] if old else []
+        if not old or not new:
+            raise
+        raise UserError(f"{path}: the field {old[1]} is now {new[0]}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {type(config).__name__}; it must return a Config")
     return config
