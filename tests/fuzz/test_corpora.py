@@ -160,7 +160,7 @@ def test_many_identical_lines_and_one_megabyte_line(kind):
     plan = BatchPlan(*lengths, choose_shapes(*lengths, 200, 4), 0)
     assert make_batch(encoded, plan.rows(0), MODEL).src.shape[0] > 0
     last = Pairs(pairs.source[-2:], pairs.target[-2:], "here")
-    with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens; .*take the pair out"):
+    with pytest.raises(UserError, match=r"here, pair 2: \d+ tokens; .*Remove the pair"):
         check_lengths(encode_pairs(last, tokenizers, MODEL), last, MODEL)
 
 
