@@ -49,9 +49,13 @@ def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
         ("config = Config()", "", r"recipe\.py defines no get_config\(\)"),
         ("get_config = Config()", "", r"recipe\.py defines no get_config\(\)"),
         ("def get_config(): return {}", "", r"get_config\(\) returned dict; it must return a Config"),
-        ("def get_config(): return Config()", ":big", "one recipe only: leave out ':big'"),
-        ("def get_config(name): return Config()", "", r"several recipes: name one, as .*recipe\.py:NAME"),
-        ("def get_config(): return Config(decoding=DecodingConfig(weights=1))", "", "weights is now quantization"),
+        ("def get_config(): return Config()", ":big", r"only one recipe\. Remove ':big'"),
+        ("def get_config(name): return Config()", "", r"several recipes\. Pass .*recipe\.py:NAME"),
+        (
+            "def get_config(): return Config(decoding=DecodingConfig(weights=1))",
+            "",
+            "weights was renamed to quantization",
+        ),
         ("def get_config(:", "", r"recipe\.py, line 2: "),
         ("def get_config(): return Config(model=ModelConfig(d_model=0))", "", r"model\.d_model is 0"),
     ],
@@ -62,9 +66,9 @@ def test_what_a_recipe_gets_wrong_is_said(tmp_path, text, suffix, message):
 
 
 def test_a_file_that_is_missing_or_not_python(tmp_path):
-    with pytest.raises(UserError, match="no such recipe; give a Python file"):
+    with pytest.raises(UserError, match=r"no such recipe\. Pass a Python file"):
         load_recipe(str(tmp_path / "nothing.py"))
-    with pytest.raises(UserError, match="is no Python file"):
+    with pytest.raises(UserError, match="is not a Python file"):
         load_recipe(write(tmp_path, "", "recipe.txt"))
     with pytest.raises(UserError, match="no such recipe"):
         load_recipe(str(tmp_path))

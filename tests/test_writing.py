@@ -39,7 +39,6 @@ NOT_YET: frozenset[str] = frozenset(
         "transformer_jax/interop/convert.py",
         "transformer_jax/parity/oracles.py",
         "transformer_jax/parity/suspects.py",
-        "transformer_jax/presets.py",
     )
 )
 

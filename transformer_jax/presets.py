@@ -1,11 +1,14 @@
-"""The choices of the paper and of other implementations by name, and recipes: files that define `get_config()`."""
+"""Presets, which are the choices of the paper and of other implementations by name, and loading of recipe files.
 
-import ast
-import dataclasses
+Each preset is a function that states only its differences from an earlier one. `paper_base` states its differences
+from the defaults of `Config`.
+"""
+
 import importlib.util
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,130 +24,171 @@ from transformer_jax.config import (
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
-# The id -1 is the last row of the embedding table.
-_TABLE = """
-model               paper_base    paper_big     t2t_2017      t2t_2018      fairseq       marian        torch
-d_model             512           1024          512           512           512           512           512
-num_layers          6             6             6             6             6             6             6
-num_heads           8             16            8             8             8             8             8
-d_ff                2048          4096          2048          2048          2048          2048          2048
-norm_position       post          post          post          pre           post          post          post
-final_norm          False         False         False         True          False         False         True
-norm_epsilon        1e-6          1e-6          1e-6          1e-6          1e-5          1e-5          1e-5
-norm_variant        standard      standard      standard      standard      standard      standard      standard
-activation          relu          relu          relu          relu          relu          swish         relu
-attention_bias      False         False         True          False         True          True          True
-logits_bias         False         False         False         False         False         True          False
-residual_dropout    0.1           0.3           0.1           0.1           0.1           0.1           0.1
-attention_dropout   0.0           0.0           0.0           0.1           0.0           0.0           0.1
-activation_dropout  0.0           0.0           0.0           0.1           0.0           0.0           0.1
-positions           interleaved   interleaved   halves        halves        halves        halves        interleaved
-position_exponent   paper         paper         tensor2tensor tensor2tensor tensor2tensor paper         paper
-position_offset     0             0             0             0             2             0             0
-tie_embeddings      all           all           all           all           all           all           all
-scale_embeddings    True          True          True          True          True          True          True
-decoder_start       bos           bos           zeros         zeros         eos           pad           bos
-source_bos          False         False         False         False         False         False         False
-source_eos          True          True          True          True          True          True          True
-pad_id              0             0             0             0             1             -1            0
-bos_id              1             1             0             0             0             -1            1
-eos_id              2             2             1             1             2             0             2
-unk_id              3             3             0             0             3             1             3
-initialization      tensor2tensor tensor2tensor tensor2tensor tensor2tensor torch_fused   tensor2tensor torch_fused
-dtype               float32       float32       float32       float32       float32       float32       float32
-param_dtype         float32       float32       float32       float32       float32       float32       float32
 
-data                paper_base    paper_big     t2t_2017      t2t_2018      fairseq       marian        torch
-batch_tokens        25000         25000         32768         32768         28672         25000         25000
-max_length          256           256           256           256           250           256           256
-max_length_ratio    9.0           9.0           9.0           9.0           1.5           9.0           9.0
-
-tokenizer           paper_base    paper_big     t2t_2017      t2t_2018      fairseq       marian        torch
-joint               True          True          True          True          True          True          True
-
-training            paper_base    paper_big     t2t_2017      t2t_2018      fairseq       marian        torch
-num_steps           100000        300000        100000        100000        100000        100000        100000
-schedule            noam          noam          noam          noam          inverse_sqrt  noam          noam
-learning_rate_scale 1.0           1.0           1.0           2.0           1.0           1.0           1.0
-peak_learning_rate  7e-4          7e-4          7e-4          7e-4          5e-4          7e-4          7e-4
-warmup_steps        4000          4000          4000          8000          4000          4000          4000
-adam_beta1          0.9           0.9           0.9           0.9           0.9           0.9           0.9
-adam_beta2          0.98          0.98          0.98          0.997         0.98          0.98          0.999
-adam_epsilon        1e-9          1e-9          1e-9          1e-9          1e-8          1e-9          1e-8
-clip_norm           None          None          None          None          None          None          None
-label_smoothing     0.1           0.1           0.1           0.1           0.1           0.1           0.1
-label_smoothing_over  non_target  non_target  non_target  non_target  non_target        all           all
-average_last        5             20            5             5             5             5             5
-keep_checkpoints    5             20            5             5             5             5             5
-
-decoding            paper_base    paper_big     t2t_2017      t2t_2018      fairseq       marian        torch
-beam_size           4             4             4             4             4             4             4
-alpha               0.6           0.6           0.6           0.6           0.6           1.0           0.6
-length_penalty      gnmt          gnmt          gnmt          gnmt          power         power         gnmt
-stopping            paper         paper         paper         paper         ctranslate2   huggingface   paper
-max_length_offset           50            50            50            100           200           512           50
-min_length          0             0             0             0             1             0             0
-checkpoint          average       average       average       average       average       average       average
-"""
+def paper_base(vocab_size: int) -> Config:
+    """Return the base model of the paper: 100,000 steps, and the average of the last 5 checkpoints (section 6.1)."""
+    return Config(
+        model=ModelConfig.base(vocab_size),
+        data=DataConfig(batch_tokens=25_000),
+        training=TrainingConfig(average_last=5),
+        decoding=DecodingConfig(checkpoint="average"),
+    )
 
 
-def _value(cell: str) -> Any:
-    """A number, truth value or None; else the word itself."""
-    try:
-        return ast.literal_eval(cell)
-    except ValueError:
-        return cell
+def paper_big(vocab_size: int) -> Config:
+    """Return the big model of the paper: 300,000 steps, and the average of the last 20 checkpoints (section 6.1)."""
+    base = paper_base(vocab_size)
+    return replace(
+        base,
+        model=ModelConfig.big(vocab_size),
+        training=replace(base.training, num_steps=300_000, average_last=20, keep_checkpoints=20),
+    )
 
 
-def _parse(table: str) -> dict[str, dict[str, Any]]:
-    presets: dict[str, dict[str, Any]] = {}
-    for block in table.strip().split("\n\n"):
-        (section, *names), *rows = (line.split() for line in block.splitlines())
-        for field, *cells in rows:
-            for name, cell in zip(names, cells, strict=True):
-                presets.setdefault(name, {})[f"{section}.{field}"] = _value(cell)
-    return presets
+def t2t_2017(vocab_size: int) -> Config:
+    """Return the first release of tensor2tensor, June 2017, by the authors of the paper."""
+    base = paper_base(vocab_size)
+    return replace(
+        base,
+        model=replace(
+            base.model,
+            attention_bias=True,
+            positions="halves",
+            position_exponent="tensor2tensor",
+            decoder_start="zeros",
+            pad_id=0,
+            bos_id=0,
+            eos_id=1,
+            unk_id=0,
+        ),
+        data=replace(base.data, batch_tokens=32_768),
+    )
 
 
-PRESETS: dict[str, dict[str, Any]] = _parse(_TABLE)
-"""{"paper_base": {"model.d_model": 512, ...}, ...}; a negative id counts from the end of the vocabulary."""
+def t2t_2018(vocab_size: int) -> Config:
+    """Return `transformer_base` of tensor2tensor since 2018: pre-norm, more dropout and another learning rate."""
+    first = t2t_2017(vocab_size)
+    return replace(
+        first,
+        model=replace(
+            first.model,
+            norm_position="pre",
+            final_norm=True,
+            attention_bias=False,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+        ),
+        training=replace(first.training, learning_rate_scale=2.0, warmup_steps=8_000, adam_beta2=0.997),
+        decoding=replace(first.decoding, max_length_offset=100),
+    )
+
+
+def fairseq(vocab_size: int) -> Config:
+    """Return the `transformer` of fairseq with its recipe for WMT14/16 English to German."""
+    base = paper_base(vocab_size)
+    return replace(
+        base,
+        model=replace(
+            base.model,
+            norm_epsilon=1e-5,
+            attention_bias=True,
+            positions="halves",
+            position_exponent="tensor2tensor",
+            position_offset=2,
+            decoder_start="eos",
+            pad_id=1,
+            bos_id=0,
+            eos_id=2,
+            unk_id=3,
+            initialization="torch_fused",
+        ),
+        data=replace(base.data, batch_tokens=28_672, max_length=250, max_length_ratio=1.5),
+        training=replace(base.training, schedule="inverse_sqrt", peak_learning_rate=5e-4, adam_epsilon=1e-8),
+        decoding=replace(
+            base.decoding, length_penalty="power", stopping="ctranslate2", max_length_offset=200, min_length=1
+        ),
+    )
+
+
+def marian(vocab_size: int) -> Config:
+    """Return `MarianMTModel` of Hugging Face with the OPUS-MT checkpoints, whose PAD is the last row of the table."""
+    base = paper_base(vocab_size)
+    return replace(
+        base,
+        model=replace(
+            base.model,
+            norm_epsilon=1e-5,
+            activation="swish",
+            attention_bias=True,
+            logits_bias=True,
+            positions="halves",
+            decoder_start="pad",
+            pad_id=vocab_size - 1,
+            bos_id=vocab_size - 1,
+            eos_id=0,
+            unk_id=1,
+        ),
+        training=replace(base.training, label_smoothing_over="all"),
+        decoding=replace(
+            base.decoding, alpha=1.0, length_penalty="power", stopping="huggingface", max_length_offset=512
+        ),
+    )
+
+
+def torch(vocab_size: int) -> Config:
+    """Return `torch.nn.Transformer`, `CrossEntropyLoss` and `torch.optim.Adam` with their defaults."""
+    base = paper_base(vocab_size)
+    return replace(
+        base,
+        model=replace(
+            base.model,
+            final_norm=True,
+            norm_epsilon=1e-5,
+            attention_bias=True,
+            attention_dropout=0.1,
+            activation_dropout=0.1,
+            initialization="torch_fused",
+        ),
+        training=replace(base.training, adam_beta2=0.999, adam_epsilon=1e-8, label_smoothing_over="all"),
+    )
+
+
+PRESETS: dict[str, Callable[[int], Config]] = {
+    function.__name__: function for function in (paper_base, paper_big, t2t_2017, t2t_2018, fairseq, marian, torch)
+}
+"""The function of every preset by its name. docs/faithfulness.md gives the source of each value."""
 
 
 def preset(name: str, vocab_size: int, **model_changes: Any) -> Config:
-    """The configuration that a name of `PRESETS` stands for.
+    """Return the configuration of a preset, with changes to the model.
 
-    A tokenizer trained here has the ids 0 to 3 for PAD, BOS, EOS and UNK. To train one with a preset that has others,
-    change them back: `preset("fairseq", 37_000, pad_id=0, bos_id=1, eos_id=2, unk_id=3, position_offset=1)`.
+    A tokenizer that is trained by this package assigns the ids 0 to 3 to PAD, BOS, EOS and UNK. To train one for a
+    preset with other ids, set them back: `preset("fairseq", 37_000, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+    position_offset=1)`.
 
     Args:
-        name: one of `PRESETS`.
-        vocab_size: rows of the embedding table.
-        model_changes: fields of `ModelConfig` that replace the preset's.
+        name: Name of the preset, a key of `PRESETS`.
+        vocab_size: Number of rows of the embedding table.
+        **model_changes: Fields of `ModelConfig` that replace the values of the preset.
 
     Raises:
-        UserError: an unknown name, or values that `Config` refuses.
+        UserError: The name is unknown, or a value is not legal.
 
     >>> preset("marian", 58_101).model.pad_id
     58100
     """
     if name not in PRESETS:
         raise UserError(f"there is no preset {name!r}; legal: {', '.join(PRESETS)}")
-    sections: dict[str, dict[str, Any]] = {"model": {"vocab_size": vocab_size}}
-    for field, value in PRESETS[name].items():
-        section, _, key = field.partition(".")
-        from_the_end = key.endswith("_id") and value < 0
-        sections.setdefault(section, {})[key] = vocab_size + value if from_the_end else value
-    sections["model"] |= model_changes
-    kinds = {item.name: item.type for item in dataclasses.fields(Config)}
-    made = {section: kinds[section](**values) for section, values in sections.items()}  # type: ignore[operator]  # classes
-    return Config(**made)
+    config = PRESETS[name](vocab_size)
+    return replace(config, model=replace(config.model, **model_changes))
 
 
 def numbers_config() -> Config:
-    """The offline default: spelled-out numbers from English to German, about two minutes on two CPU cores.
+    """Return the offline default: spelled-out numbers from English to German, two minutes on two CPU cores.
 
-    A 2 + 2-layer model of d_model 128 learns from 40,000 numbers below one million (4 % of them) and is tested on 2,000
-    others. It is post-norm with epsilon 1e-5 and one vocabulary, so that every format can hold it.
+    A model of 2 + 2 layers with d_model 128 learns from 40,000 numbers below one million (4 % of them). The test uses
+    2,000 numbers that are not in the training data. The model is post-norm with epsilon 1e-5 and has one vocabulary,
+    so that it can be exported to every format.
     """
     return Config(
         model=ModelConfig(
@@ -174,23 +218,27 @@ def numbers_config() -> Config:
 
 
 def load_recipe(recipe: str) -> Config:
-    """The configuration that `FILE` or `FILE:NAME` stands for.
+    """Return the configuration of the recipe `FILE` or `FILE:NAME`.
 
-    The file's `get_config()` returns it; with a name, `get_config(NAME)`. A run's `config.json` serves too.
+    A recipe is a Python file that defines `get_config()`. `FILE:NAME` calls `get_config(NAME)`. FILE may also be the
+    `config.json` of a run.
+
+    Args:
+        recipe: Path of the file, optionally followed by a colon and the name of one of its recipes.
 
     Raises:
-        UserError: no such file, no `get_config` in it, or it knows no such name.
+        UserError: The file does not exist, defines no `get_config`, or has no recipe of this name.
     """
     path, _, name = recipe.partition(":")
     if not Path(path).is_file():
         raise UserError(
-            f"{path}: no such recipe; give a Python file that defines get_config(), such as configs/numbers.py"
+            f"{path}: no such recipe. Pass a Python file that defines get_config(), such as configs/numbers.py"
         )
     if path.endswith(".json"):
         return load_config(Path(path))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} is no Python file; a recipe is one that defines get_config()")
+        raise UserError(f"{path} is not a Python file. Pass a .py file that defines get_config()")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -198,11 +246,11 @@ def load_recipe(recipe: str) -> Config:
         raise UserError(f"{path}, line {error.lineno}: {error.msg}") from error
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
-        raise UserError(f"{path} defines no get_config()")
+        raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")
     if name and not inspect.signature(get_config).parameters:
-        raise UserError(f"{path} has one recipe only: leave out {':' + name!r}")
+        raise UserError(f"{path} has only one recipe. Remove {':' + name!r}")
     if not name and not _callable_without_arguments(get_config):
-        raise UserError(f"{path} has several recipes: name one, as {path}:NAME")
+        raise UserError(f"{path} has several recipes. Pass {path}:NAME")
     try:
         config = get_config(name) if name else get_config()
     except TypeError as error:
@@ -210,13 +258,14 @@ def load_recipe(recipe: str) -> Config:
         new = [fields[old[1]] for fields in RENAMED_FIELDS.values() if old[1] in fields] if old else []
         if not old or not new:
             raise
-        raise UserError(f"{path}: the field {old[1]} is now {new[0]}") from error
+        raise UserError(f"{path}: the field {old[1]} was renamed to {new[0]}. Change it in the file") from error
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {type(config).__name__}; it must return a Config")
     return config
 
 
 def _callable_without_arguments(function: Callable[..., Any]) -> bool:
+    """Return whether a function can be called without arguments."""
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -225,5 +274,9 @@ def _callable_without_arguments(function: Callable[..., Any]) -> bool:
 
 
 def load_config(path: Path) -> Config:
-    """Reads a `config.json`."""
+    """Read the `config.json` of a run.
+
+    Raises:
+        UserError: The file cannot be read, or is not a valid configuration.
+    """
     return Config.from_json(read_text(path), str(path))
