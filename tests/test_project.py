@@ -218,7 +218,7 @@ def test_public_things_have_docstrings():
 MODULES = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if file.stem != "__main__"]
 
 
-NEEDS_TORCH = {f"{PACKAGE.name}.parity.{name}" for name in ("annotated_model", "oracles", "peers", "torch_model")}
+NEEDS_TORCH = {f"{PACKAGE.name}.parity.{name}" for name in ("oracles", "peers", "torch_models")}
 DOCUMENTED = [
     pytest.param(name, marks=[pytest.mark.slow] if name in NEEDS_TORCH else [])
     for name in (name.removesuffix(".__init__") for name in MODULES)

@@ -36,6 +36,8 @@ SLOW = {
         "data/test_sentencepiece.py::test_decoded_text_equals_transformers",
         "data/test_subword_nmt.py",
         "decoding/test_sampling.py::test_what_may_be_drawn_is_what_hugging_face_leaves",
+        "interop/test_annotated.py::test_model_trained_with_source_bos_translates_its_own_greedy_lines",
+        "interop/test_annotated.py::test_annotated_model_with_a_configuration_without_source_bos_logs_a_warning",
         "interop/test_convert.py",
         "interop/test_ctranslate2.py",
         "interop/test_ctranslate2_refusals.py::test_a_model_without_padding",
