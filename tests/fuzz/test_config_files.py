@@ -101,7 +101,12 @@ def test_any_flags(pairs):
         patch.setattr(warnings, "showwarning", warnings.showwarning)
         patch.setattr(sys, "stderr", err)
         patch.setattr(sys, "stdout", io.StringIO())
-        patch.setattr(commands, "train", lambda config, *_, **__: trained.append(config))
+
+        def train(config, *_, **__):
+            trained.append(config)
+            return types.SimpleNamespace(test=None)
+
+        patch.setattr(commands, "train", train)
         try:
             status = cli.main(["train", *(word for pair in pairs for word in pair), "--no-malloc-tuning"])
         except SystemExit as error:

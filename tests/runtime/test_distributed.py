@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -207,10 +208,10 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
                 if index != victim:
                     # Python's line, or that of JAX, which ends the process itself.
                     assert f"error: process {index} of {count}: " in err or "another task died" in err, err
-                    assert "step" not in err or index == 0, err
-                    assert bool(out) == (index == 0)
-                    assert f"{count} cpu device(s) in {count} processes" in out or index
-                    assert ("resuming" in out) == (done > 0 and index == 0)
+                    assert index == 0 or not re.search(r"^step \d", err, re.MULTILINE), err  # only process 0 logs
+                    assert not out
+                    assert (f"{count} cpu device(s) in {count} processes" in err) == (index == 0)
+                    assert ("resuming" in err.lower()) == (done > 0 and index == 0)
         finally:
             for process in processes:
                 process.kill()
@@ -231,8 +232,8 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
     [
         (Cluster("a:1"), "--coordinator-address a:1 without --num-processes and --process-id: set all three flags"),
         (Cluster(num_processes=2, process_id=0), "--process-id 0 without --coordinator-address"),
-        (Cluster("localhost", 2, 0), "--coordinator-address is 'localhost'; HOST:PORT is needed"),
-        (Cluster("localhost:99999", 2, 0), "--coordinator-address is 'localhost:99999'; HOST:PORT is needed"),
+        (Cluster("localhost", 2, 0), "--coordinator-address is 'localhost'; it must be HOST:PORT"),
+        (Cluster("localhost:99999", 2, 0), "--coordinator-address is 'localhost:99999'; it must be HOST:PORT"),
         (Cluster("localhost:1", 0, 0), "--num-processes is 0; it must be at least 1"),
         (Cluster("localhost:1", 2, 2), "--process-id is 2; with --num-processes 2 it must be from 0 to 1"),
         (Cluster("localhost:1", 2, -1), "--process-id is -1; with --num-processes 2"),
@@ -244,7 +245,7 @@ def test_flags_that_do_not_fit(cluster, message):
 
 
 def test_nobody_at_the_coordinators_address():
-    with pytest.raises(UserError, match=r"not reached within 0.1 s .*is process 0 started there"):
+    with pytest.raises(UserError, match=r"not reached within 0.1 s .*Check that process 0 is started there"):
         initialize(Cluster(f"127.0.0.1:{free_port()}", 2, 1), {}, timeout=0.1)
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full wherever nobody looks for it: one line and the cure."""
+"""A failure of the disk in a place that does not expect it is reported in one line with the fix."""
 
 import os
 
@@ -8,12 +8,11 @@ from transformer_jax import cli
 from transformer_jax.evaluation import evaluate as score_commands
 
 
-@pytest.mark.parametrize(("number", "cure"), [(28, "make room on the disk, and run it again"), (5, "run again with")])
-def test_a_full_disk_is_the_users_to_mend(capsys, monkeypatch, number, cure):
+@pytest.mark.parametrize(("number", "fix"), [(28, "Free some space on the disk"), (5, "Check the disk")])
+def test_failure_of_the_disk_is_one_line_with_the_fix(capsys, monkeypatch, number, fix):
     def fails(*_, **__):
         raise OSError(number, os.strerror(number), "cache/ids.npy")
 
     monkeypatch.setattr(score_commands, "average", fails)
     assert cli.main(["average", "nowhere", "--no-compilation-cache"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: OSError: [Errno {number}] {os.strerror(number)}: 'cache/ids.npy'\n{cure}")
+    assert capsys.readouterr().err.startswith(f"error: {os.strerror(number)}: cache/ids.npy. {fix}")
