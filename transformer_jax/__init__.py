@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# Not etils' lazy_api_imports: it patches `builtins.__import__`, breaks importlib.reload and doubles the import time.
 API = {
     # Configuration: frozen dataclasses, checked when made.
     "Config": "config",  # a whole run
