@@ -31,7 +31,11 @@ def test_all_and_dir_name_the_api():
 def test_type_checkers_import_the_same_names_from_the_same_modules():
     (block,) = (node for node in ast.parse(INIT.read_text()).body if isinstance(node, ast.If))
     assert ast.unparse(block.test) == "TYPE_CHECKING"
-    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    aliases = [(alias, node.module) for node in block.body for alias in node.names]
+    assert all(alias.asname == alias.name for alias, _ in aliases), (
+        "mypy --strict sees only names imported `as` themselves"
+    )
+    seen = {alias.name: module for alias, module in aliases}
     assert seen == {name: f"transformer_jax.{module}" for name, module in transformer_jax.API.items()}
 
 

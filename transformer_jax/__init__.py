@@ -71,40 +71,56 @@ API = {
 
 __all__ = ["API", "__version__", *API]
 
-if TYPE_CHECKING:
-    from transformer_jax.config import (
-        Config,
-        DataConfig,
-        DecodingConfig,
-        ModelConfig,
-        Sampling,
-        TokenizerConfig,
-        TrainingConfig,
-    )
-    from transformer_jax.decoding.alignment import align
-    from transformer_jax.decoding.beam_search import beam_search
-    from transformer_jax.decoding.search import SearchSpec, greedy_search
-    from transformer_jax.decoding.translator import Translator
-    from transformer_jax.evaluation.bleu import score_corpus
-    from transformer_jax.evaluation.evaluate import average, evaluate
-    from transformer_jax.evaluation.scoring import score_pairs
-    from transformer_jax.interop.convert import export_run, import_run
-    from transformer_jax.model.attention import MultiHeadAttention, attention_weights, scaled_dot_product_attention
-    from transformer_jax.model.layers import Decoder, DecoderLayer, Encoder, EncoderLayer
-    from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
-    from transformer_jax.model.positional import sinusoids
-    from transformer_jax.model.transformer import Transformer, attention_maps, count_parameters
-    from transformer_jax.parity.compare import compare
-    from transformer_jax.presets import preset
-    from transformer_jax.run import train
-    from transformer_jax.training.loss import LossSpec, cross_entropy
-    from transformer_jax.training.optimizer import make_optimizer, noam_schedule
-    from transformer_jax.training.sharding import make_mesh
-    from transformer_jax.training.step import TrainState, init_state, train_step
-    from transformer_jax.types import Batch, UserError
-    from transformer_jax.visualization.attention import attention_of
-    from transformer_jax.visualization.attention_drawing import draw_attention
-    from transformer_jax.visualization.plots import plot
+if TYPE_CHECKING:  # `as` marks a name as exported for type checkers in strict mode
+    from transformer_jax.config import Config as Config
+    from transformer_jax.config import DataConfig as DataConfig
+    from transformer_jax.config import DecodingConfig as DecodingConfig
+    from transformer_jax.config import ModelConfig as ModelConfig
+    from transformer_jax.config import Sampling as Sampling
+    from transformer_jax.config import TokenizerConfig as TokenizerConfig
+    from transformer_jax.config import TrainingConfig as TrainingConfig
+    from transformer_jax.decoding.alignment import align as align
+    from transformer_jax.decoding.beam_search import beam_search as beam_search
+    from transformer_jax.decoding.search import SearchSpec as SearchSpec
+    from transformer_jax.decoding.search import greedy_search as greedy_search
+    from transformer_jax.decoding.translator import Translator as Translator
+    from transformer_jax.evaluation.bleu import score_corpus as score_corpus
+    from transformer_jax.evaluation.evaluate import average as average
+    from transformer_jax.evaluation.evaluate import evaluate as evaluate
+    from transformer_jax.evaluation.scoring import score_pairs as score_pairs
+    from transformer_jax.interop.convert import export_run as export_run
+    from transformer_jax.interop.convert import import_run as import_run
+    from transformer_jax.model.attention import MultiHeadAttention as MultiHeadAttention
+    from transformer_jax.model.attention import attention_weights as attention_weights
+    from transformer_jax.model.attention import scaled_dot_product_attention as scaled_dot_product_attention
+    from transformer_jax.model.layers import Decoder as Decoder
+    from transformer_jax.model.layers import DecoderLayer as DecoderLayer
+    from transformer_jax.model.layers import Encoder as Encoder
+    from transformer_jax.model.layers import EncoderLayer as EncoderLayer
+    from transformer_jax.model.masks import causal_mask as causal_mask
+    from transformer_jax.model.masks import padding_mask as padding_mask
+    from transformer_jax.model.masks import segment_mask as segment_mask
+    from transformer_jax.model.masks import target_mask as target_mask
+    from transformer_jax.model.positional import sinusoids as sinusoids
+    from transformer_jax.model.transformer import Transformer as Transformer
+    from transformer_jax.model.transformer import attention_maps as attention_maps
+    from transformer_jax.model.transformer import count_parameters as count_parameters
+    from transformer_jax.parity.compare import compare as compare
+    from transformer_jax.presets import preset as preset
+    from transformer_jax.run import train as train
+    from transformer_jax.training.loss import LossSpec as LossSpec
+    from transformer_jax.training.loss import cross_entropy as cross_entropy
+    from transformer_jax.training.optimizer import make_optimizer as make_optimizer
+    from transformer_jax.training.optimizer import noam_schedule as noam_schedule
+    from transformer_jax.training.sharding import make_mesh as make_mesh
+    from transformer_jax.training.step import TrainState as TrainState
+    from transformer_jax.training.step import init_state as init_state
+    from transformer_jax.training.step import train_step as train_step
+    from transformer_jax.types import Batch as Batch
+    from transformer_jax.types import UserError as UserError
+    from transformer_jax.visualization.attention import attention_of as attention_of
+    from transformer_jax.visualization.attention_drawing import draw_attention as draw_attention
+    from transformer_jax.visualization.plots import plot as plot
 
 
 def __getattr__(name: str) -> Any:
