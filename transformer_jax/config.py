@@ -221,7 +221,7 @@ class ModelConfig:
 
     @property
     def start_id(self) -> int:
-        """Token id at the first position of `tgt_in`. With decoder_start zeros its embedding is not used."""
+        """Token id at the first position of `tgt_in`. Its embedding is not used if `decoder_start` is "zeros"."""
         return {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "zeros": self.bos_id}[self.decoder_start]
 
     @classmethod

@@ -43,11 +43,11 @@ class Batch(NamedTuple):
     src_segments: np.ndarray | None = None
     """`b s`: 1, 2, ... for the positions of a row's first, second, ... pair, 0 for padding. None: a pair a row."""
     tgt_segments: np.ndarray | None = None
-    """`b t`: the same of `tgt_in` and `tgt_out`; None where `src_segments` is."""
+    """`b t`: the segment numbers of `tgt_in` and `tgt_out`. None if `src_segments` is None."""
 
 
 class RowParts(NamedTuple):
-    """Which of how many equal, contiguous parts of a global batch's rows a process needs.
+    """Rows of a global batch that a process needs, as indices of equal, contiguous parts.
 
     >>> RowParts((1,), 4).rows(8)
     array([2, 3])
@@ -58,7 +58,7 @@ class RowParts(NamedTuple):
     num_parts: int = 1
 
     def rows(self, num_rows: int) -> np.ndarray:
-        """Their numbers in a batch of `num_rows` rows; `num_parts` divides them."""
+        """Return the indices of this process's rows in a batch. `num_rows` must be a multiple of `num_parts`."""
         return np.arange(num_rows).reshape(self.num_parts, -1)[list(self.mine)].ravel()
 
 
@@ -73,7 +73,7 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of another library says, in one line.
+    """Return the type and the first line of the message of another library's exception.
 
     >>> first_line(OSError("no such split\\nand more"))
     'OSError: no such split'

@@ -33,7 +33,7 @@ def average_params(trees: Iterable[Params]) -> Params:
 
 
 def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None = None) -> list[int]:
-    """Return the steps of the most recent checkpoints, by number or by age relative to the newest one.
+    """Return the steps of the most recent checkpoints, selected by count or by age.
 
     Args:
         run: The run.

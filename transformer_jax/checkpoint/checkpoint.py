@@ -123,7 +123,7 @@ class Checkpoints:
             self._manager.save(step, args=args, metrics=dict(metrics or {}))
 
     def wait(self) -> None:
-        """Wait until every checkpoint that was started is written.
+        """Wait until all pending checkpoint writes are complete.
 
         Raises:
             UserError: A checkpoint could not be written.

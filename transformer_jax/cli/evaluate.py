@@ -171,7 +171,7 @@ class Average:
 
 
 def checkpoint_of(checkpoint: str | None) -> dict[str, str]:
-    """Return the decoding setting of a `--checkpoint` flag."""
+    """Return the `checkpoint` keyword for `Translator.load`, or no keyword if the flag was not given."""
     return {} if checkpoint is None else {"checkpoint": checkpoint}
 
 

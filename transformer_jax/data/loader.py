@@ -16,7 +16,7 @@ from transformer_jax.types import ALL_ROWS, Batch, RowParts
 
 
 def plan_batches(config: Config, encoded: EncodedPairs) -> Plan:
-    """Return the plan of a run's training batches."""
+    """Return the plan that assigns the encoded training pairs to batches, bucketed or packed."""
     data, seed = config.data, config.training.seed
     lengths = encoded.source_lengths, encoded.target_lengths
     if data.batching == "packed":
@@ -65,7 +65,7 @@ class TrainingData:
         ]
 
     def describe(self, index: int) -> list[dict[str, Any]]:
-        """Return the pairs of global batch `index` with number, text and ids, as the model reads them.
+        """Return the number, text and token ids of each pair in global batch `index`.
 
         Pairs are numbered as in the encoded corpus, which does not count the pairs that were filtered out.
         """

@@ -19,8 +19,8 @@ def pack(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put every pair into a row of `length` positions on each side.
 
-    This is best fit over a bounded number of open rows: a pair goes where the tighter side has the least space left. If
-    it fits no open row, the fullest row is closed and a new one is opened.
+    This is best-fit bin packing with a bounded number of open rows. A pair is added to the row that leaves the least
+    space on its tighter side. If a pair fits into no open row, the fullest row is closed and a new row is opened.
 
     >>> pairs, ends = pack(np.array([4, 6, 5]), np.array([5, 4, 9]), 10, np.random.default_rng(0))
     >>> [sorted(row.tolist()) for row in np.split(pairs, ends[:-1])]
@@ -29,11 +29,11 @@ def pack(
     Args:
         source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
         target_lengths: Number of tokens of each target sentence, EOS included.
-        length: At least the number of tokens of the longest pair on either side.
+        length: Number of positions of a row. It must be at least the length of the longest sentence.
         rng: Chooses the order in which pairs are packed.
 
     Returns:
-        The numbers of the pairs, row after row, and the end of each row in them.
+        The indices of the pairs, ordered by row, and the end of each row as an index into them.
     """
     number = len(source_lengths)
     streams = -(-number // _STREAM)

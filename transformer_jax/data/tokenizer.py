@@ -27,7 +27,7 @@ _NUM_BYTES = 256
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Encoding adds no special token; `batching.make_batch` does.
+    """Convert text to token ids and back. `encode` adds no special tokens; `batching.make_batch` adds them.
 
     Two tokenizers are equal if they give the same ids to every text.
 
@@ -143,16 +143,17 @@ _SPECIAL_NAMES = {
 class HuggingFaceTokenizer(Tokenizer):
     """A `tokenizer.json` file of the library `tokenizers`, with any of its models (BPE, Unigram, WordLevel, WordPiece).
 
-    The ids of a text are those of `Tokenizer.encode(text, add_special_tokens=False)`, with one exception: special
-    tokens that are written in the text are text. Padding and truncation that the file asks for are ignored.
+    The ids of a text are those of `Tokenizer.encode(text, add_special_tokens=False)`, with one exception: a special
+    token that occurs in the text is encoded as ordinary text. The file's padding and truncation settings are ignored.
 
     Args:
         library: the JSON tree of the file.
-        special: ids of PAD, BOS, EOS and unknown words. None: they are found by their usual names among the added
-            tokens, or else in the vocabulary. A file without BOS has PAD's id for it, and one without UNK has None.
+        special: ids of PAD, BOS, EOS and unknown words. None finds them by their usual names, first among the added
+            tokens and then in the vocabulary. Without a BOS token, PAD's id is used for BOS. Without an UNK token,
+            `unk_id` is None.
 
     Raises:
-        UserError: the library cannot read the tree, or there is no PAD or EOS under a usual name.
+        UserError: the library cannot read the tree, or has no PAD or EOS token with a usual name.
     """
 
     kind: Kind = "huggingface"
@@ -225,10 +226,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """Words between white space, or tokens between spaces of which those that end with "@@" are joined to the next.
+    """Split text at white space into words, or at spaces into pretokenized subwords.
 
     Args:
-        kind: word or pretokenized.
+        kind: "word" splits at any white space. "pretokenized" splits at spaces, and `decode` joins a token that ends
+            with "@@" to the next token, as subword-nmt does.
         vocabulary: the word of each id, including the special tokens.
         special: ids of PAD, BOS, EOS and unknown words.
     """
@@ -262,7 +264,7 @@ class WordTokenizer(Tokenizer):
         return word_id
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row. `unk_id` gives "<unk>", because it stands for a word."""
+        """Return the text of each row of ids. An unknown word is kept as the vocabulary's token for `unk_id`."""
         return [self._join(self.tokens(self._visible(row))) for row in rows]
 
     def plain(self, text: str) -> str:

@@ -40,7 +40,7 @@ class BeamState(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """When to stop decoding a sentence, and the quirks of the library that this rule reproduces."""
+    """Stopping rule of a beam search, with the differences in counting and masking that its library has."""
 
     is_done: Callable[[BeamState, Int[Array, ""], SearchSpec], Bool[Array, " b"]]
     """Whether each sentence is done, from its hypotheses and their length."""

@@ -92,12 +92,12 @@ class Prepared(NamedTuple):
 
 @partial(jax.jit, static_argnames=("config", "quantization"))
 def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Prepared:
-    """Convert a model's parameters to the layout of `search`, once for all its calls.
+    """Convert parameters to the layout that `search` uses. Convert once, then pass the result to every call.
 
     Args:
         params: The model's parameters.
         config: The model.
-        quantization: Precision of the weights: `DecodingConfig.quantization`.
+        quantization: Precision of the weights, as in `DecodingConfig.quantization`.
     """
     config = _compute_config(config, quantization)
     if quantization == "bfloat16":

@@ -28,8 +28,9 @@ def top_k_tokens(
         k: Number of tokens to return, at most v.
         forbidden: True for tokens that may not be generated.
         renormalize_logits: Exclude forbidden tokens from the softmax, instead of masking them after it.
-        pad_id: Padding, which is never generated and leaves the softmax only if `forbidden` includes it.
-        forced: The only token that each row may generate, even if it is forbidden; negative: no constraint.
+        pad_id: Token id of padding, which is never generated. With `renormalize_logits`, padding is excluded from the
+            softmax only if `forbidden` includes it.
+        forced: The only token that each row may generate, even if it is forbidden. A negative value sets no constraint.
 
     Returns:
         Log-probabilities in at least float32, and token ids.

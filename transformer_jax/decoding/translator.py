@@ -67,7 +67,7 @@ class Translator:
 
     @property
     def max_sequence_length(self) -> int:
-        """The longest sequence that every model accepts: a learned position table has a last row."""
+        """Maximum number of tokens that every model of the ensemble accepts; learned position tables limit it."""
         return min(max_sequence_length(member.config) for member in self.members)
 
     @classmethod
@@ -76,13 +76,13 @@ class Translator:
 
         Args:
             run: The run's folder.
-            ensemble: Folders of more runs. The probability of each token becomes the mean of all runs' probabilities.
-                Their sizes may differ, their tokenizers may not. Each run uses its own checkpoint unless `checkpoint`
-                is given; all other decoding settings are those of the first run.
+            ensemble: Folders of additional runs. The probability of each token is the mean over all runs. The models
+                may have different sizes but need equal tokenizers. Each run uses the checkpoint of its own
+                configuration unless `checkpoint` is given. All other decoding settings come from `run`.
             **decoding: Fields of the run's `decoding` section to replace, for example `beam_size=1`.
 
         Raises:
-            UserError: A run, checkpoint or field does not exist, or the runs have different vocabularies.
+            UserError: A run, checkpoint or field does not exist, or the tokenizers of the runs differ.
         """
         run_dir = RunDir(Path(run))
         config = run_dir.load_config()

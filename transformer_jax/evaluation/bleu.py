@@ -229,7 +229,7 @@ class Moses:
         return [self._tokenizer.tokenize(text, return_str=True) for text in texts]
 
     def detokenize(self, texts: Sequence[str]) -> list[str]:
-        """Return text from tokens. It may differ from the original text."""
+        """Join tokens into plain text. The result may differ from the text before tokenization."""
         return [self._detokenizer.detokenize(text.split()) for text in texts]
 
 

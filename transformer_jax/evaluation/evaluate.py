@@ -116,7 +116,7 @@ def bootstrap_intervals(
 
 
 def result_lines(result: Mapping[str, Any]) -> list[str]:
-    """Return a result as lines of text, the last of them like `exact match 99.62 %`."""
+    """Format a result as lines of text. The last line reports exact matches: `exact match 99.62 %`."""
     if "bleu" not in result:
         return []
     resampled = {score["metric"]: score for score in result.get("resampled", ())}

@@ -23,7 +23,8 @@ def parse_grid(items: Sequence[str]) -> dict[str, list[Any]]:
     {'beam_size': [1, 4], 'alpha': [0.0, 0.6]}
 
     Raises:
-        UserError: An item has another form, an unknown or repeated field, or a value of another type.
+        UserError: An item is not `FIELD=VALUE,...`, names an unknown or repeated field, or has a value of the wrong
+            type.
     """
     fields, grid = {field.name: field for field in dataclasses.fields(DecodingConfig)}, {}
     for item in items:
@@ -52,7 +53,7 @@ def sweep(
     ensemble: Sequence[str | Path] = (),
     **decoding: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Translate the pairs with each combination of decoding settings. With several processes, all call it.
+    """Translate the pairs with each combination of decoding settings. Every process of a job must call it.
 
     Args:
         run: Folder of the run.

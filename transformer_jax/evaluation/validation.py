@@ -170,7 +170,7 @@ def check_direction(translator: Translator, pairs: Pairs, max_pairs: int = 100) 
 
 
 class Validation:
-    """Evaluate during training: the loss on the validation split, BLEU and samples on some of its sentences."""
+    """Evaluate during training: loss on the validation split, and BLEU and sample translations on part of it."""
 
     def __init__(self, config: Config, pairs: Pairs, encoded: EncodedPairs, tokenizers: TokenizerPair, mesh: Mesh):
         """Prepare the batches, and choose the sentences to translate evenly over the split, which may be sorted.

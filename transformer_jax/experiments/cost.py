@@ -28,7 +28,7 @@ class PaperCost(NamedTuple):
 
     @property
     def recomputed(self) -> float:
-        """Return time x GPUs x rate."""
+        """Return the training cost in floating-point operations: seconds x number of GPUs x operations per second."""
         return self.hours * 3600 * NUM_GPUS * GPU_FLOPS
 
 
@@ -36,7 +36,7 @@ PAPER_COSTS = {"base": PaperCost(3.3e18, 12.0), "big": PaperCost(2.3e19, 84.0)}
 
 
 class Sides(NamedTuple):
-    """A number for a source token, and one for a target token."""
+    """One number per source token and one number per target token."""
 
     source: int
     target: int
@@ -77,9 +77,9 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
 
 
 def matrix_entries(config: ModelConfig) -> Sides:
-    """Return the number of matrix entries that one token is multiplied with.
+    """Return the number of weight-matrix entries used in the forward pass of one source token and one target token.
 
-    Keys and values of the cross-attention are computed from source tokens, and logits from target tokens.
+    The key and value projections of the cross-attention count for source tokens, and the logits for target tokens.
     """
     d_model, encoder, decoder = config.d_model, config.encoder, config.decoder
     # A pair of projections, query and output or key and value, has one of width d_k and one of width d_v.
@@ -109,7 +109,7 @@ def forward_flops(config: ModelConfig, src_length: int, tgt_length: int) -> Side
 
 
 def training_flops(config: ModelConfig, src_length: int = SENTENCE_LENGTH, tgt_length: int = SENTENCE_LENGTH) -> Sides:
-    """Return the forward and backward operations for one token of each side: 6 x (entries + products).
+    """Return the forward and backward operations for one token of each side, three times `forward_flops`.
 
     >>> training_flops(ModelConfig.base(37_000))
     Sides(source=133226496, target=247996416)

@@ -67,7 +67,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
-    """Return results of `run_table3` as a table, with the paper's numbers on the right."""
+    """Format the results of `run_table3` as a text table, with the paper's numbers on the right."""
     width = max(len(result["change"]) for result in results) + 1
     lines = [
         f"{'':{width + 6}}{'here':>24}{'the paper':>24}",

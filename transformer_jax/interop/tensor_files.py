@@ -16,10 +16,11 @@ _CONTAINERS = ("model_state_dict", "state_dict", "model")
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors of a file that torch or safetensors wrote, or of the only such file in a folder.
+    """Read the tensors of a torch or safetensors file, or of the only such file in a folder.
 
     Raises:
-        UserError: The folder has no such file or several, or the file is damaged or holds other objects.
+        UserError: The folder has no torch or safetensors file or more than one, or the file is damaged or contains
+            objects other than tensors.
     """
     if path.is_dir():
         files = [file for ending in ("*.safetensors", "*.pt", "*.pth", "*.bin") for file in sorted(path.glob(ending))]
@@ -128,13 +129,13 @@ def save_torch(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def import_torch(purpose: str) -> Any:
-    """Return the module torch.
+    """Import torch and return the module.
 
     Args:
-        purpose: Why it is needed, for the error.
+        purpose: Completes the error message "torch is needed ...", for example "to read model.pt".
 
     Raises:
-        UserError: It is not installed.
+        UserError: torch is not installed.
     """
     with contextlib.suppress(ImportError):
         import torch

@@ -138,16 +138,16 @@ _STACKS = re.compile(r"^(?:transformer[._])?(encoder|decoder)\.(?=layers\.|norm\
 
 
 def standard_torch_names(tensors: Tensors, origin: str) -> dict[str, np.ndarray]:
-    """Return the tensors of a state dict under the names of `TABLE`.
+    """Rename the tensors of a state dict to the names that `TABLE` uses.
 
     Raises:
-        UserError: Two tensors would get one name.
+        UserError: Two tensors would get the same name.
     """
     return renamed(tensors, lambda name: _STACKS.sub(r"transformer.\1.", _PREFIXES.sub("", name)), origin)
 
 
 def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
-    """Convert a state dict of `torch.nn.Transformer` between embeddings and an output layer.
+    """Convert the state dict of a model with embeddings, a `torch.nn.Transformer` and an output layer.
 
     Args:
         tensors: Tensors of the state dict.
@@ -155,7 +155,8 @@ def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the 
         origin: Where the tensors come from, for errors.
 
     Raises:
-        UserError: Names, shapes, values or position tables do not fit. All problems are listed.
+        UserError: Names, shapes, values or position tables do not match the configuration. The message lists all
+            problems.
     """
     check_torch(config)
     tensors = standard_torch_names(tensors, origin)
@@ -164,7 +165,7 @@ def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the 
 
 
 def torch_from_params(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the state dict of `torch_models.TorchTransformer` with the given parameters."""
+    """Convert parameters to a state dict that `torch_models.TorchTransformer` loads."""
     check_torch(config)
     return to_foreign(params, TABLE, config)
 
@@ -288,7 +289,8 @@ def params_from_annotated(tensors: Tensors, config: ModelConfig, origin: str = "
         origin: Where the tensors come from, for errors.
 
     Raises:
-        UserError: Names, shapes, values or position tables do not fit. All problems are listed.
+        UserError: Names, shapes, values or position tables do not match the configuration. The message lists all
+            problems.
     """
     check_annotated(config)
     table = annotated_layout(tensors)

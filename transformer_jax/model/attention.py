@@ -33,7 +33,7 @@ def attention_weights(
     Args:
         query: Queries of each head.
         key: Keys of each head.
-        mask: True = may attend. None: every query may attend to every key.
+        mask: True where a query may attend to a key. None lets every query attend to every key.
 
     Returns:
         The weights. They are exactly 0 where the mask is False; a query that may attend to nothing has only zeros.
@@ -61,9 +61,9 @@ def scaled_dot_product_attention(
         query: Queries of each head.
         key: Keys of each head.
         value: Values of each head.
-        mask: True = may attend. None: every query may attend to every key.
-        kernel: `xla` calls `attention_weights` and `weighted_sum`. `auto` calls NVIDIA's fused kernel where
-            `fits_cudnn`, which never writes the weights to memory.
+        mask: True where a query may attend to a key. None lets every query attend to every key.
+        kernel: `xla` calls `attention_weights` and `weighted_sum`. `auto` calls NVIDIA's fused kernel if
+            `fits_cudnn` accepts the inputs. The fused kernel never writes the weights to memory.
 
     Returns:
         The attended values. A query that may attend to nothing gives zeros, never NaN.
@@ -178,7 +178,7 @@ class MultiHeadAttention(nn.Module):
         Args:
             x: Where queries come from.
             memory: Where keys and values come from. None: `x`, which is self-attention.
-            mask: True = may attend. None: every query may attend to every key.
+            mask: True where a query may attend to a key. None lets every query attend to every key.
             deterministic: Turn dropout of the attention weights off.
 
         Raises:

@@ -125,7 +125,7 @@ class PastKeysValues(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What decoding a position needs of the positions before it: an explicit value that each step maps to the next."""
+    """Decoding state that `decode_step` takes and returns: the cached keys and values, and the beam's ancestry."""
 
     position: Int[Array, ""]
     """Number of positions decoded so far."""
@@ -253,10 +253,10 @@ def resize_cache(cache: Cache, max_length: int) -> Cache:
 def decode_step(
     weights: DecoderWeights, tokens: Int[Array, " rows"], cache: Cache, *, config: ModelConfig
 ) -> tuple[Float[Array, "rows v"], Cache]:
-    """Read one more token per row, the start token first, and return the logits of the next token in at least float32.
+    """Decode one position: read one token per row and return the logits of the next token and the updated cache.
 
-    The position is a value that only the compiled program knows, so decoding beyond the cache's capacity is not
-    detected.
+    The first call reads the start token. Logits are at least float32. The position is a traced value, so decoding
+    beyond the cache's capacity is not detected.
 
     Args:
         weights: Parameters of the decoder.

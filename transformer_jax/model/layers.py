@@ -68,7 +68,7 @@ def residual(
 
 
 class SublayerConnection(nn.Module):
-    """The residual connections of a layer, with their dropout; see `residual`."""
+    """Apply sub-layers with residual connections, dropout and normalization, as `residual` defines."""
 
     config: ModelConfig
 

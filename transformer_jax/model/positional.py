@@ -133,5 +133,5 @@ class LearnedPositions(nn.Module):
 
 
 def max_sequence_length(config: ModelConfig) -> int:
-    """Return the longest sequence that the model accepts: a learned position table has a last row."""
+    """Return the maximum number of tokens that a learned position table allows. Sinusoids have no practical limit."""
     return config.max_length - config.position_offset if config.positions == "learned" else 1 << 30

@@ -216,7 +216,7 @@ class Transformer(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """The pre-softmax linear transformation of a model whose embedding table does not serve for it.
+    """Project the decoder's output to logits, in a model that does not tie this projection to an embedding table.
 
     Parameters: `kernel` [d_model, vocab_size].
     """

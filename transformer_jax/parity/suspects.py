@@ -74,13 +74,17 @@ class Suspect(NamedTuple):
 
 
 def find_cause(side: Side, oracle: "Oracle", first: str, measure: Measure) -> str:
-    """Return the sentence of the suspect that moves the first divergence furthest. The first that removes it wins.
+    """Return a sentence that names the most probable cause of the first divergence.
+
+    Each suspect is a change to this side. The first suspect that removes every divergence is the cause. If none does,
+    the cause is the suspect after which the first divergence occurs latest in the forward pass.
 
     Args:
         side: This side, in float64.
-        oracle: The other side, for its configuration and its weights.
-        first: Name of the first divergence.
-        measure: Returns the name of a variant's first divergence in the order of the forward pass, or None.
+        oracle: The reference implementation, with its configuration and its weights.
+        first: Name of the output at which the two sides diverge first.
+        measure: Function that returns the name of the first diverging output of a changed side, or None if no output
+            diverges.
     """
     donor = dict(flatten(oracle.astype("float64").params()))
     order = _forward_order(oracle.config, side.config)

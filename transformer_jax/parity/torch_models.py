@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Any] = {"relu": nn.functional.relu, "gelu": nn.functional
 
 
 class TorchTransformer(nn.Module):
-    """`torch.nn.Transformer` between embeddings and an output layer, as a `ModelConfig` describes it.
+    """Model of a `ModelConfig` in PyTorch: embeddings, `torch.nn.Transformer` and an output layer.
 
     `forward(src, tgt_in)` returns logits `b t v`.
 
@@ -127,7 +127,7 @@ class LayerNorm(nn.Module):
         self.a_2, self.b_2, self.eps = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize the last axis."""
+        """Normalize `x` over its last axis."""
         mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True, unbiased=True)
         return self.a_2 * (x - mean) / (std + self.eps) + self.b_2
 
@@ -237,7 +237,7 @@ class PositionalEncoding(nn.Module):
         self.register_buffer("pe", pe, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x plus its positions."""
+        """Add the positional encoding to the embeddings `x`."""
         return x + self.pe[: x.shape[1]].to(x.dtype)
 
 

@@ -101,7 +101,7 @@ def is_multiprocess() -> bool:
 
 
 def abort(status: int) -> NoReturn:
-    """End this process at once, without waiting for the others, which may be gone."""
+    """Exit this process immediately, without waiting for other processes, which may have died."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -256,9 +256,9 @@ def _padded(data: bytes, size: int) -> Any:
 
 
 def collective(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function fail in every process if it fails in one. Every process calls it.
+    """Make a function raise an error in every process if it fails in any process. Every process must call it.
 
-    The function itself must not call a collective: it may have failed before.
+    The function itself must not call a collective, because it may fail in one process before that call.
 
     Raises:
         UserError: The function failed in another process, which the message names.
@@ -385,7 +385,7 @@ class PreemptionSync:
         self._carried.append(carried)
 
     def clear(self) -> None:
-        """Drop the requests in flight after a save. A signal that was dropped is sent again with the next step."""
+        """Discard requests that steps still carry, after a save. The next step sends a discarded signal again."""
         self._carried = [ControlFlags() for _ in self._carried]
 
     def poll(self, local: ControlFlags) -> ControlFlags:

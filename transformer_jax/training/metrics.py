@@ -234,7 +234,7 @@ class Progress:
         self._stack.close()
 
     def restart(self) -> None:
-        """Measure the time left from now on, without what came before the first step."""
+        """Restart the clock of the estimated time left, so that the estimate excludes startup and compilation."""
         self._start = (time.monotonic(), self._step)
         self._bar.unpause()
 
@@ -259,7 +259,7 @@ class Progress:
 
 
 class Profile:
-    """Trace a few steps into a folder. Closing it ends a trace that is still open.
+    """Write a profiler trace of a few steps to a folder. `close` ends a trace that is still open.
 
     Args:
         folder: Where to write the trace. None traces nothing.

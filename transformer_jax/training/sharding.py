@@ -139,7 +139,7 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
 
 
 def put_params(params: Any, shardings: Any) -> Any:
-    """Copy parameters that every process holds in full to the devices that the shardings name."""
+    """Place parameters on devices according to their shardings. Every process must pass the complete parameters."""
     if jax.process_count() == 1:
         return jax.device_put(params, shardings, may_alias=False)
 

@@ -49,13 +49,19 @@ def dropout_rng(seed: int, generator: Literal["hash", "threefry"] = "hash") -> A
 
 
 def loss_spec(training: TrainingConfig, mesh: Mesh | None = None) -> LossSpec:
-    """Return the constants of a run's loss; every device that shares the rows may hold `loss_chunk_mb` of logits."""
+    """Return the settings of the loss: label smoothing and the maximum number of logits computed at once.
+
+    Args:
+        training: The training configuration. `loss_chunk_mb` limits the logits on one device, in MB of float32.
+        mesh: The mesh that splits the rows of a batch. The limit grows with the number of its row parts. None is one
+            device.
+    """
     max_logits = training.loss_chunk_mb * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
     return LossSpec(training.label_smoothing, training.label_smoothing_over, max_logits=max_logits)
 
 
 class Metrics(NamedTuple):
-    """What one training step reports."""
+    """Metrics of one training step."""
 
     loss: Float[Array, ""]
     """Label-smoothed cross-entropy, the mean over the batch's target tokens, in nats."""

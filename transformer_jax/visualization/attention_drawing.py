@@ -51,7 +51,7 @@ def draw_attention(attention: Attention, output: Path, view: View | None = None)
 
 
 def attention_page(attention: Attention, view: View) -> str:
-    """Return `attention.html` with these weights, which are rounded to multiples of 1/65535.
+    """Return an HTML page that shows the attention weights, rounded to multiples of 1/65535.
 
     The page contains everything it shows, and needs neither a network nor a server.
 

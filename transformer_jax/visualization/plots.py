@@ -58,10 +58,12 @@ class Subject:
 
     @cached_property
     def encoded(self) -> EncodedPairs | None:
-        """The run's training pairs, from its cache or from the corpus. None for a recipe.
+        """The run's training pairs, from its cache or from the corpus.
+
+        None for a recipe, an imported model, or a run without tokenizers.
 
         Raises:
-            UserError: the run has no cache, and the corpus cannot be read.
+            UserError: the run has no valid cache, and the corpus cannot be read.
         """
         if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
             return None
@@ -179,7 +181,7 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
     Args:
         names: folders of runs, and recipes: FILE or FILE:NAME.
         output: a .png, .svg or .pdf file.
-        panels: the panels to draw. Empty: every panel except `positions` for which there is data.
+        panels: the panels to draw. Empty draws every panel that has data, except `positions`.
 
     Returns:
         The names of the panels that were drawn.
