@@ -15,8 +15,8 @@ from transformer_jax.runtime.distributed import (
     Cluster,
     abort,
     initialize,
-    is_main_process,
     is_multiprocess,
+    logs_notices,
     process_label,
 )
 from transformer_jax.runtime.environment import make_deterministic, tune_malloc, use_compilation_cache
@@ -146,7 +146,7 @@ def _lines_on_stderr() -> Iterator[None]:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    if issubclass(category, UserWarning) and is_main_process():
+    if issubclass(category, UserWarning) and logs_notices():
         print(f"warning: {printable(str(message))}", file=sys.stderr, flush=True)
 
 

@@ -186,6 +186,11 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
+def logs_notices() -> bool:
+    """Return whether this process writes log lines and warnings. Does not start the devices before `initialize`."""
+    return not is_multiprocess() or is_main_process()
+
+
 def process_label() -> str:
     """Return `process 1 of 2`, or an empty string for a single process."""
     import jax
@@ -193,18 +198,14 @@ def process_label() -> str:
     return f"process {jax.process_index()} of {jax.process_count()}" if jax.process_count() > 1 else ""
 
 
-def main_process_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
+def main_process_logger(name: str) -> logging.Logger:
     """Return a logger that logs in process 0 only."""
-    return _MainProcessLogger(logging.getLogger(name))
+    logger = logging.getLogger(name)
+    logger.addFilter(lambda _: logs_notices())
+    return logger
 
 
-class _MainProcessLogger(logging.LoggerAdapter[logging.Logger]):
-    def isEnabledFor(self, level: int) -> bool:  # noqa: N802  the name is the standard library's
-        return super().isEnabledFor(level) and is_main_process()
-
-
-# jax.experimental.multihost_utils moves arrays. The three functions below move text and JSON with it, and name the
-# process that differs, which its assert_equal does not.
+# The functions below move JSON with jax.experimental.multihost_utils. Unlike it, they name the process that differs.
 
 
 def gather(value: Any) -> list[Any]:
@@ -308,8 +309,7 @@ def on_main_process(function: Callable[P, object]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        call = functools.partial(function, *args, **kwargs)
-        collective(lambda: call() if is_main_process() else None)()
+        collective(lambda: function(*args, **kwargs) if is_main_process() else None)()
 
     return wrapped
 
