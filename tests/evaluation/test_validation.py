@@ -164,6 +164,17 @@ def test_words_that_no_side_knows_are_no_evidence(translator, monkeypatch):
     module.check_direction(translator, Pairs(["a dog"], ["ein hund"], "here"))
 
 
+def test_pairs_that_only_the_reverse_direction_cannot_encode_are_accepted(translator, monkeypatch):
+    words = [
+        WordTokenizer("word", [*SPECIAL_TOKENS[:3], *known], (0, 1, 2, None))
+        for known in (["a", "dog"], ["ein", "hund"])
+    ]
+    monkeypatch.setattr(translator, "tokenizers", TokenizerPair(*words))
+    module.check_direction(translator, Pairs(["a dog"], ["ein hund"], "here"))
+    with pytest.raises(UserError, match="not in the vocabulary"):
+        module.check_direction(translator, Pairs(["a cat"], ["ein hund"], "here"))
+
+
 def test_sentences_translated_into_nothing_are_warned_of(translator):
     pairs = Pairs(["a dog", " ", "the cat"], ["ein hund", "", "die katze"], "here")
     module.check_complete(["x", "", "y"], pairs)

@@ -23,7 +23,7 @@ from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.sharding import gather_params, row_multiple, row_parts
 from transformer_jax.training.step import loss_spec
-from transformer_jax.types import Params
+from transformer_jax.types import Params, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +155,15 @@ def check_direction(translator: Translator, pairs: Pairs, max_pairs: int = 100) 
         max_pairs: Number of pairs to compare, from the first.
     """
     sides = list(pairs.source)[:max_pairs], list(pairs.target)[:max_pairs]
-    losses, unknown = [], []
+    losses: list[float] = []
+    unknown: list[int] = []
     for source, target in (sides, sides[::-1]):
-        loss, encoded = _loss(translator, Pairs(source, target, pairs.origin))
+        try:
+            loss, encoded = _loss(translator, Pairs(source, target, pairs.origin))
+        except UserError:  # the reverse direction may have unknown words, or more tokens than the model has positions
+            if not losses:
+                raise
+            return
         losses.append(loss)
         unknown.append(int((encoded.target_ids == translator.tokenizers.target.unk_id).sum()))
     # The reverse loss of a trained run is several times higher. Unknown words are probable in either direction.
