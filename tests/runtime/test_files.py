@@ -1,9 +1,14 @@
 """Atomic files and folders, and JSON that is truncated, damaged or not there."""
 
+import _pyio
+import errno
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +22,8 @@ from transformer_jax.runtime.files import (
     write_atomically,
 )
 from transformer_jax.types import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(folder):
@@ -188,3 +195,78 @@ def test_file_systems_without_locks_are_supported(tmp_path, monkeypatch):
     with atomic_dir(tmp_path / "out") as folder:
         (folder / "a").write_text("1")
     assert names(tmp_path) == ["out"]
+
+
+def test_newlines_are_the_same_bytes_on_every_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "linesep", "\r\n")
+    monkeypatch.setattr(files, "open", _pyio.open, raising=False)  # it reads os.linesep at run time
+    write_atomically(tmp_path / "a", "one\ntwo\n")
+    assert (tmp_path / "a").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_symbolic_link_is_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real/file")  # its target does not exist before the first write
+    for text in ("old", "new"):
+        write_atomically(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (names(tmp_path / "real"), (tmp_path / "real" / "file").read_text()) == (["file"], text)
+
+
+def test_a_pipe_is_written_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert (names(tmp_path), pipe.is_fifo()) == (["pipe"], True)
+
+
+@pytest.mark.parametrize("to_file", [False, True])
+def test_a_link_to_standard_output_is_written_in_order(tmp_path, to_file):
+    link = tmp_path / "stdout"  # like /dev/stdout, which a failing test must not replace
+    link.symlink_to("/proc/self/fd/1")
+    code = """
+import pathlib
+import sys
+from transformer_jax.runtime.files import write_atomically
+print("before")
+write_atomically(pathlib.Path(sys.argv[1]), "text\\n")
+print("after")
+"""
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(link)],
+            cwd=ROOT,
+            stdout=out if to_file else subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    assert link.is_symlink()
+    text = (tmp_path / "out").read_text() if to_file else done.stdout
+    assert text == "before\ntext\nafter\n"
+
+
+def test_errors_of_the_block_are_not_blamed_on_the_output(tmp_path):
+    for error in (FileNotFoundError(2, "No such file", "input"), OSError(5, "Input/output error", "/input")):
+        with pytest.raises(type(error), match=str(error.strerror)) as caught, atomic_dir(tmp_path / "out"):
+            raise error
+        assert caught.value is error
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["filename inside", "no filename"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_full_disk_in_the_block_is_a_user_error(tmp_path, number, inside):
+    reason = os.strerror(number)
+    with pytest.raises(UserError, match=f"out: cannot be written: {reason}"), atomic_dir(tmp_path / "out") as folder:
+        raise OSError(number, reason, str(folder / "a") if inside else None)
+    assert names(tmp_path) == []
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "out").write_text("1")
+    with pytest.raises(UserError, match="out: exists and is not a folder"), atomic_dir(tmp_path / "out", replace=True):
+        pytest.fail("the path is not free")
+    assert (names(tmp_path), (tmp_path / "out").read_text()) == (["out"], "1")

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import shutil
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ try:
     import fcntl
 except ImportError:  # Windows, where nothing prevents two processes from writing the same folder
     fcntl = None  # type: ignore[assignment]  # Windows has none
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class FolderInUseError(UserError):
@@ -108,18 +112,64 @@ def _finite(tree: Any) -> Any:
 def write_atomically(path: Path, text: str) -> None:
     """Write a UTF-8 file so that readers, even after a crash, find either the old text or the new text.
 
+    Symbolic links are followed. Lines end in a line feed on every system. A terminal, a pipe or another device, and
+    what standard output is connected to, are written directly.
+
     Raises:
         UserError: The file cannot be written. The old text is then unchanged.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        if _is_stdout(path):
+            sys.stdout.flush()
+            _write(os.dup(1), text)  # continues where standard output is
+        elif _is_device(path):
+            _write(path, text)
+        else:
+            final = Path(os.path.realpath(path))
+            temporary = final.with_name(final.name + ".tmp")
+            _write(temporary, text)
+            temporary.replace(final)
     except OSError as error:
         raise _write_error(path, error) from error
+
+
+def check_writable(path: Path) -> None:
+    """Check, before work that takes long, that its result can be written to a file.
+
+    Raises:
+        UserError: The path is a folder, or its parent is missing or cannot be written.
+    """
+    parent = Path(os.path.realpath(path)).parent
+    if os.path.isdir(path):
+        reason = os.strerror(errno.EISDIR)
+    elif _is_stdout(path) or _is_device(path):
+        return
+    elif not os.path.isdir(parent):
+        reason = f"there is no folder {parent}"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        reason = f"no permission to write into the folder {parent}"
+    else:
+        return
+    raise UserError(f"{path}: cannot be written: {reason}")
+
+
+def _write(file: Path | int, text: str) -> None:
+    with open(file, "w", encoding="utf-8", newline="\n") as stream:
+        stream.write(text)
+        stream.flush()
+        if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            os.fsync(stream.fileno())
+
+
+def _is_stdout(path: Path) -> bool:
+    try:
+        return sys.stdout is not None and os.path.samestat(os.stat(path), os.fstat(1))
+    except OSError:  # no such file, or standard output is closed
+        return False
+
+
+def _is_device(path: Path) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 @contextmanager
@@ -135,20 +185,27 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Raises:
         FolderInUseError: Another process is writing `path`.
-        UserError: `path` exists and `replace` is False, or the folder cannot be written. An existing folder is then
-            unchanged.
+        UserError: `path` exists and `replace` is False, `path` is not a folder, or the folder cannot be written. What
+            exists is then unchanged. Of the block's own errors, only those of the yielded folder's disk become
+            a UserError.
     """
     final = path.resolve()
     unfinished = unfinished_dir(final)
     old = final.with_name(f".{final.name}.old")
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with _claimed(unfinished, path):
+    with ExitStack() as claim:
+        with _write_errors(path):
+            final.parent.mkdir(parents=True, exist_ok=True)
+            claim.enter_context(_claimed(unfinished, path))
             if old.exists() and not final.exists():  # an earlier process was killed between the two renames below
                 old.rename(final)
-            if not replace:
-                _check_free(final, path)
+            _check_free(final, path, replace=replace)
+        try:
             yield unfinished
+        except OSError as error:
+            if error.errno in _DISK_ERRORS and _concerns(error, unfinished):
+                raise _write_error(path, error) from error
+            raise
+        with _write_errors(path):
             shutil.rmtree(old, ignore_errors=True)
             if replace and final.exists():
                 final.rename(old)
@@ -159,8 +216,6 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
                     old.rename(final)
                 raise
             shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise _write_error(path, error) from error
 
 
 def unfinished_dir(path: Path) -> Path:
@@ -169,14 +224,32 @@ def unfinished_dir(path: Path) -> Path:
     return final.with_name(f".{final.name}.unfinished")
 
 
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError as a UserError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise _write_error(path, error) from error
+
+
+def _concerns(error: OSError, folder: Path) -> bool:
+    """Return whether an error names a file in the folder, or no file."""
+    if not isinstance(error.filename, str | bytes):
+        return True
+    return Path(os.fsdecode(error.filename)).resolve().is_relative_to(folder)
+
+
 def _write_error(path: Path, error: OSError) -> UserError:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     fix = ". Free disk space and run the command again" if is_full else ""
     return UserError(f"{path}: cannot be written: {error.strerror or error}{fix}")
 
 
-def _check_free(final: Path, path: Path) -> None:
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+def _check_free(final: Path, path: Path, *, replace: bool) -> None:
+    if final.exists() and not final.is_dir():
+        raise UserError(f"{path}: exists and is not a folder; choose another output")
+    if not replace and final.exists() and any(final.iterdir()):
         raise UserError(f"{path}: exists already; choose another output")
 
 
