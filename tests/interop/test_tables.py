@@ -1,16 +1,24 @@
 """Tables of names: everything that does not fit is listed, and nothing is taken silently."""
 
+import dataclasses
+import logging
 import re
 
 import numpy as np
 import pytest
 from interop_cases import assert_same_trees, odd, random_params
 
+from transformer_jax.config import Config
+from transformer_jax.data.tokenizer import WordTokenizer
+from transformer_jax.data.tokenizer_pair import TokenizerPair
+from transformer_jax.interop.convert import import_run
 from transformer_jax.interop.mapping import check_mapping, read_mapping
+from transformer_jax.interop.proposal import propose_config
 from transformer_jax.interop.tables import Table, flatten, from_foreign, row, to_foreign, unflatten
+from transformer_jax.interop.tensor_files import write_safetensors
 from transformer_jax.interop.torch_format import TABLE, params_from_torch, torch_from_params
 from transformer_jax.model.positional import sinusoids
-from transformer_jax.types import UserError
+from transformer_jax.types import SPECIAL_TOKENS, UserError
 
 CONFIG = odd()
 
@@ -117,7 +125,8 @@ def shortened(params):
     names |= {"scale": "gamma", "output": "out", "query": "q", "key": "k", "value": "v"}
     for path, leaf in flatten(params).items():
         axes = 2 if path.endswith("attention/output/kernel") else 1
-        matrix = leaf.reshape(np.prod(leaf.shape[:axes]), -1).T if path.endswith("kernel") else leaf
+        flat = leaf.reshape(-1) if path.endswith("bias") else leaf
+        matrix = leaf.reshape(np.prod(leaf.shape[:axes]), -1).T if path.endswith("kernel") else flat
         name = re.sub(r"[a-z_]+?(?=[/0-9]|_\d|$)", lambda word: names.get(word[0], word[0]), path)
         tensors[name.replace("/", ".")] = matrix
     for name in [name for name in tensors if ".q." in name]:
@@ -205,3 +214,113 @@ def test_wrong_mapping_file_is_rejected(text, message, tmp_path):
     file.write_text(text)
     with pytest.raises(UserError, match=message):
         check_mapping(read_mapping(file), odd(attention_bias=True), file)
+
+
+STATED = {
+    "num_heads": 3, "decoder_num_heads": 2, "source_bos": False, "norm_position": "post", "activation": "relu",
+    "scale_embeddings": True, "positions": "interleaved", "norm_variant": "standard",
+}  # fmt: skip
+LONG_MAPPING = SHORT_MAPPING.replace('"embedding" = "embedding"\n', "")
+UNTIED = """
+"source" = "source_embedding"
+"target" = "target_embedding"
+"generator" = "output_projection"
+"""
+
+
+def words():
+    tokenizer = WordTokenizer("word", [*SPECIAL_TOKENS, *(f"w{i}" for i in range(CONFIG.vocab_size - 4))])
+    return TokenizerPair(tokenizer, tokenizer)
+
+
+def mapped_folder(folder, tensors, mapping=SHORT_MAPPING):
+    """A folder of tensors, a tokenizer and a mapping. Returns the arguments of `import_run` for it."""
+    folder.mkdir()
+    write_safetensors(folder / "model.safetensors", tensors)
+    words().save(folder / "tokenizer")
+    (folder / "mapping.toml").write_text(mapping)
+    return (folder, "torch", folder.parent / "run"), {"mapping": folder / "mapping.toml"}
+
+
+def test_mapping_without_a_configuration_takes_the_epsilon_of_torch(optional_package, tmp_path):
+    optional_package("safetensors")
+    params = random_params(CONFIG)
+    args, options = mapped_folder(tmp_path / "mine", shortened(params))
+    for epsilon, stated in ((1e-5, {}), (1e-3, {"norm_epsilon": 1e-3})):
+        run = import_run(*args, **options, **STATED, **stated, overwrite=True)
+        assert run.load_config().model == dataclasses.replace(CONFIG, norm_epsilon=epsilon, max_length=1024)
+
+
+def test_mapping_requires_the_variant_of_its_norms(tmp_path):
+    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
+    table = read_mapping(tmp_path / "mapping.toml")
+    tensors = {name.replace(".gamma", ".a_2"): tensor for name, tensor in shortened(random_params(CONFIG)).items()}
+    stated = {name: value for name, value in STATED.items() if name != "norm_variant"}
+    with pytest.raises(UserError, match=r"cannot show norm_variant\. State --norm-variant \(.*unbiased_std"):
+        propose_config(tensors, table, words(), stated, "FILE", is_mapping=True)
+    stated["norm_variant"] = "unbiased_std"
+    config = propose_config(tensors, table, words(), stated, "FILE", is_mapping=True)
+    assert config.model.norm_variant == "unbiased_std"
+
+
+@pytest.mark.parametrize("tied", ["all", "target", "none"])
+def test_mapping_decides_which_tables_are_tied(tied, tmp_path):
+    """Equal values in two tensors, as in a file whose tied weights are stored twice, tie nothing."""
+    model = odd(tie_embeddings=tied)
+    tensors = shortened(random_params(CONFIG))
+    equal = tensors.pop("embedding.weight")
+    names = {"all": ["embedding"], "target": ["source", "target"], "none": ["source", "target", "generator"]}[tied]
+    tensors |= {f"{name}.weight": equal for name in names}
+    rows = [line for line in UNTIED.split("\n") if line and line.split('"')[1] in names]
+    file = tmp_path / "mapping.toml"
+    file.write_text(SHORT_MAPPING if tied == "all" else LONG_MAPPING + "\n".join(rows))
+    table = read_mapping(file)
+    config = propose_config(tensors, table, words(), STATED, "FILE", is_mapping=True)
+    assert config.model.tie_embeddings == tied
+    check_mapping(table, config.model, file)
+    flat = flatten(from_foreign(tensors, table, config.model, "FILE"))
+    assert set(flat) == set(flatten(random_params(model)))
+
+
+def test_mapped_biases_of_zeros_are_parameters(tmp_path):
+    params = random_params(odd(attention_bias=True))
+    leaves = {
+        path: leaf * 0 if re.search(r"attention/\w+/bias$", path) else leaf for path, leaf in flatten(params).items()
+    }
+    file = tmp_path / "mapping.toml"
+    explicit = '"dec.l_{i}.cross.qkv.bias" = "decoder/layer_{i}/cross_attention/{query,key,value}/bias"\n'
+    file.write_text(SHORT_MAPPING + explicit)
+    table, tensors = read_mapping(file), shortened(unflatten(leaves))
+    config = propose_config(tensors, table, words(), STATED, "FILE", is_mapping=True)
+    assert config.model.attention_bias
+    check_mapping(table, config.model, file)
+    assert_same_trees(from_foreign(tensors, table, config.model, "FILE"), unflatten(leaves))
+
+
+def test_configuration_of_another_program_next_to_a_state_dict_is_ignored(optional_package, tmp_path, caplog):
+    optional_package("safetensors")
+    args, options = mapped_folder(tmp_path / "mine", shortened(random_params(CONFIG)))
+    sibling = tmp_path / "mine" / "config.json"
+    for foreign in ('{"model_type": "mine", "hidden_size": 12}', '{"model": {}, "optimizer": {}}'):
+        sibling.write_text(foreign)
+        run = import_run(*args, **options, **STATED, overwrite=True)
+        assert run.load_config().model.norm_epsilon == 1e-5
+        assert f"{sibling} is not a configuration of this package and is ignored" in caplog.text
+        caplog.clear()
+    sibling.write_text(dataclasses.replace(Config(), model=CONFIG).to_json())
+    assert import_run(*args, **options, overwrite=True).load_config().model == CONFIG
+    assert "is ignored" not in caplog.text
+    sibling.write_text('{"model": {"no_such_field": 1}}')
+    with pytest.raises(UserError, match=r"unknown field model\.no_such_field"):
+        import_run(*args, **options, overwrite=True)
+
+
+def test_fields_that_tensors_do_not_show_are_logged(tmp_path, caplog):
+    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
+    table, tensors = read_mapping(tmp_path / "mapping.toml"), shortened(random_params(CONFIG))
+    stated = {**STATED, "decoder_start": "eos"}
+    with caplog.at_level(logging.INFO, "transformer_jax"):
+        propose_config({n: t for n, t in tensors.items() if n != "position.pe"}, table, words(), stated, "FILE", True)
+    for text in ("position_exponent='paper'", "position_offset=0", "decoder_start='eos'", "source_eos=True"):
+        assert text in caplog.text
+    assert "norm_variant='standard'" in caplog.text

@@ -11,7 +11,8 @@ from transformer_jax.types import UserError
 
 _MODEL_FIELDS = (
     *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
-    *("scale_embeddings", "positions"),
+    *("scale_embeddings", "positions", "norm_variant", "position_exponent", "position_offset", "decoder_start"),
+    "source_eos",
 )
 """Fields of `ModelConfig` that `import` takes, because a state dict does not show them."""
 
@@ -50,6 +51,16 @@ class Import:
     """For a state dict of torch modules: whether embeddings are multiplied by sqrt(d_model)."""
     positions: Literal["interleaved", "halves", "learned"] | None = None
     """For a state dict of torch modules: kind of positions. interleaved: the paper's sinusoids."""
+    norm_variant: Literal["standard", "unbiased_std"] | None = None
+    """With a mapping: unbiased_std for norms that divide by the unbiased standard deviation plus epsilon."""
+    position_exponent: Literal["paper", "tensor2tensor"] | None = None
+    """For a state dict: exponents of the sinusoids. None takes paper."""
+    position_offset: int | None = None
+    """For a state dict: position of the first token. None takes 0."""
+    decoder_start: Literal["bos", "eos", "pad", "zeros"] | None = None
+    """For a state dict: what the decoder reads first. None takes bos."""
+    source_eos: bool | None = None
+    """For a state dict: whether its batches end the source with EOS. None takes True."""
     overwrite: bool = False
     """Replace an earlier import."""
 

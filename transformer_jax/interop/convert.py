@@ -33,7 +33,7 @@ from transformer_jax.interop.torch_format import (
     torch_from_params,
 )
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.runtime.files import atomic_dir, to_json, write_atomically
+from transformer_jax.runtime.files import atomic_dir, read_json, to_json, write_atomically
 from transformer_jax.types import Params, UserError, first_line
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
@@ -196,7 +196,7 @@ def _read(
         return read_fairseq(path)
     siblings = path if path.is_dir() else path.parent
     if config is None and (siblings / "config.json").is_file():
-        config = load_config(siblings / "config.json")
+        config = _sibling_config(siblings / "config.json")
     if tokenizer is None and (siblings / OWN_TOKENIZER).is_dir():
         tokenizer = siblings
     if tokenizer is None:
@@ -207,6 +207,16 @@ def _read(
     own = tokenizer / OWN_TOKENIZER
     tokenizers = TokenizerPair.load(own if own.is_dir() else tokenizer)
     return _read_state_dict(path, source, config, tokenizers, Path(mapping) if mapping else None, model)
+
+
+def _sibling_config(file: Path) -> Config | None:
+    """Return the configuration next to a state dict, or None for a `config.json` of another program."""
+    tree = read_json(file)
+    sections = {field.name for field in dataclasses.fields(Config)}
+    if "model" in tree and tree.keys() <= sections:
+        return load_config(file)
+    logger.warning("%s is not a configuration of this package and is ignored", file)
+    return None
 
 
 def _read_state_dict(
@@ -228,9 +238,10 @@ def _read_state_dict(
                 origin,
             )
     elif table is not None:
-        config = propose_config(tensors, table, tokenizers, stated, origin)
-    elif source == "torch":
         defaults: dict[str, Any] = {"norm_epsilon": 1e-5, **stated}
+        config = propose_config(tensors, table, tokenizers, defaults, origin, is_mapping=True)
+    elif source == "torch":
+        defaults = {"norm_epsilon": 1e-5, "norm_variant": "standard", **stated}
         config = propose_config(standard_torch_names(tensors, origin), TABLE, tokenizers, defaults, origin)
     elif source == "annotated":
         defaults = {**ANNOTATED_CONVENTIONS, "norm_epsilon": 1e-6, **stated}

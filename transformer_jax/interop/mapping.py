@@ -69,7 +69,7 @@ def check_mapping(table: Table, config: ModelConfig, path: Path) -> None:
     """
     known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
     # A module may be without a bias.
-    optional = {name.rpartition("/")[0] + "/bias" for name in known if name.endswith("/kernel")}
+    optional = {name.rpartition("/")[0] + "/bias" for name in known if name.endswith("/kernel")} | {"logits_bias"}
     for item in table.rows:
         for name in item.ours:
             pattern = re.sub(r"layer_\d+", "layer_{i}", name)

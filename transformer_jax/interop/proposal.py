@@ -1,7 +1,7 @@
 """A configuration proposed from the tensors of a state dict, for an import without a configuration file.
 
 Sizes, biases, tied tables, final norms and position tables are visible in the tensors. The fields in `INVISIBLE` are
-not: the user states them.
+not: the user states them. Those in `ASSUMED` have a usual value, which is logged.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import identify_positions
+from transformer_jax.interop.exchange import Tying, identify_positions
 from transformer_jax.interop.tables import Table, Tensors
 from transformer_jax.types import UserError
 
@@ -24,15 +24,24 @@ INVISIBLE = {
     "num_heads": "the number of attention heads",
     "source_bos": "whether its batches start the source with BOS, as annotated-transformer's <s> source </s> does",
     "norm_position": "'post' for norm_first=False, 'pre' for norm_first=True",
+    "norm_variant": "'standard' as torch.nn.LayerNorm, or 'unbiased_std' as annotated-transformer's a_2 and b_2",
     "activation": "relu, gelu or swish",
     "scale_embeddings": "whether embeddings are multiplied by sqrt(d_model)",
     "positions": "interleaved (the paper's sinusoids), halves or learned",
 }
 """Fields of `ModelConfig` that change the function and that tensors cannot show, each with an explanation."""
 
+ASSUMED = ("norm_epsilon", "position_exponent", "position_offset", "decoder_start", "source_eos")
+"""Fields of `ModelConfig` that tensors cannot show and that take a usual value unless the user states another."""
+
 
 def propose_config(
-    tensors: Tensors, table: Table, tokenizers: TokenizerPair, stated: Mapping[str, Any], origin: str
+    tensors: Tensors,
+    table: Table,
+    tokenizers: TokenizerPair,
+    stated: Mapping[str, Any],
+    origin: str,
+    is_mapping: bool = False,
 ) -> Config:
     """Return a configuration for a state dict.
 
@@ -42,11 +51,12 @@ def propose_config(
         tokenizers: Tokenizers of the model. They state the special ids.
         stated: Fields of `ModelConfig` that the user or the format states.
         origin: Where the tensors come from, for errors.
+        is_mapping: Whether the table is a mapping file, which decides by itself what is tied and what has biases.
 
     Raises:
         UserError: A field that the tensors cannot show is not stated, or the tensors are not those of a Transformer.
     """
-    visible = visible_fields(tensors, table, origin)
+    visible = visible_fields(tensors, table, origin, is_mapping)
     missing = {name: why for name, why in INVISIBLE.items() if name not in {**visible, **stated}}
     shown = ", ".join(f"{name}={value!r}" for name, value in visible.items())
     if missing:
@@ -64,6 +74,8 @@ def propose_config(
         if getattr(model, field.name) != field.default
     )
     logger.info("%s: configuration proposed from the tensors: %s", origin, changes)
+    hidden = ", ".join(f"{name}={getattr(model, name)!r}" for name in (*INVISIBLE, *ASSUMED) if name not in visible)
+    logger.info("%s: the tensors do not show these fields, which are stated or assumed: %s", origin, hidden)
     return Config(
         model=model,
         data=DataConfig(max_length=min(256, model.max_length - model.position_offset)),
@@ -71,7 +83,7 @@ def propose_config(
     )
 
 
-def visible_fields(tensors: Tensors, table: Table, origin: str) -> dict[str, Any]:
+def visible_fields(tensors: Tensors, table: Table, origin: str, is_mapping: bool = False) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that the tensors of a state dict show.
 
     Raises:
@@ -100,14 +112,35 @@ def visible_fields(tensors: Tensors, table: Table, origin: str) -> dict[str, Any
     for name in ("num_layers", "d_ff"):
         if fields[f"decoder_{name}"] == fields[name]:
             del fields[f"decoder_{name}"]
-    tied_output = np.array_equal(output, target)
-    tied_source = source.shape == target.shape and np.array_equal(source, target)
-    fields["tie_embeddings"] = ("all" if tied_source else "target") if tied_output else "none"
-    biases = [tensor for path, tensor in by_path.items() if re.search(r"attention/\w+/bias$", path)]
-    fields["attention_bias"] = any(bias.any() for bias in biases)
+    fields["tie_embeddings"] = _mapped_tying(table) if is_mapping else _tying(source, target, output)
+    fields["attention_bias"] = _has_attention_biases(table, by_path, is_mapping)
     fields["logits_bias"] = "logits_bias" in by_path
     fields["final_norm"] = "encoder/final_norm/scale" in by_path
     return fields | _visible_positions(tensors, table, by_path)
+
+
+def _mapped_tying(table: Table) -> Tying:
+    """Return what a mapping ties: two of its tensors stay two parameters, even if their values are equal."""
+    paths = {path for item in table.rows for path in item.ours}
+    if "embedding/table" in paths:
+        return "all"
+    return "none" if "output_projection/kernel" in paths else "target"
+
+
+def _tying(source: np.ndarray, target: np.ndarray, output: np.ndarray) -> Tying:
+    if not np.array_equal(output, target):
+        return "none"
+    return "all" if np.array_equal(source, target) else "target"
+
+
+def _has_attention_biases(table: Table, by_path: Mapping[str, np.ndarray], is_mapping: bool) -> bool:
+    """Return whether attention has biases. Where the format always stores them, biases of zeros mean none."""
+    biases = [path for path in by_path if re.search(r"attention/\w+/bias$", path)]
+    optional = {re.sub(r"layer_\d+", "layer_{i}", path) for item in table.rows if item.zeros for path in item.ours}
+    return any(
+        is_mapping or re.sub(r"layer_\d+", "layer_{i}", path) not in optional or bool(by_path[path].any())
+        for path in biases
+    )
 
 
 def _visible_positions(tensors: Tensors, table: Table, by_path: Mapping[str, np.ndarray]) -> dict[str, Any]:
