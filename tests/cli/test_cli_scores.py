@@ -13,6 +13,8 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.decoding.translator import Hypothesis, Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.evaluation import validation as evaluation
+from transformer_jax.experiments import table3_runs
+from transformer_jax.visualization import plots
 
 EMPTY, ESCAPED = (Hypothesis(text, -1.0, -1.0, 1) for text in ("", "c&apos; est &quot; bien &quot; ."))
 
@@ -104,9 +106,33 @@ def test_translations_are_written_as_text(cli, tiny, monkeypatch, tmp_path):
     assert ", fr), sacreBLEU 13a" in done.out
     assert output.read_text().splitlines() == ['c\'est "bien".'] * 12
     assert cli(*asked, tiny.run).status == 2
-    for wrong, reason in ((tmp_path / "none" / "x", "there is no folder"), (tmp_path, "Is a directory")):
-        refused = cli(*asked[:-1], wrong)
-        assert (refused.status, f"error: {wrong}: cannot be written: {reason}" in refused.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "RUN", "--output"],
+        ["parsing", "score", "RUN", "--output"],
+        ["attention", "RUN", "the dog", "--output"],
+        ["plot", "RUN", "--output"],
+        ["table3", "base", "--picture"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_an_output_that_cannot_be_written_is_found_before_the_work(cli, monkeypatch, tmp_path, command):
+    def work(*_, **__):
+        pytest.fail("worked first")
+
+    monkeypatch.setattr(Translator, "load", work)
+    monkeypatch.setattr(plots, "load_subject", work)
+    monkeypatch.setattr(table3_runs, "run_table3", work)
+    (tmp_path / "folder.svg").mkdir()
+    for wrong, reason in (
+        (tmp_path / "none" / "x.svg", f"there is no folder {tmp_path / 'none'}"),
+        (tmp_path / "folder.svg", "Is a directory"),
+    ):
+        refused = cli(*command, wrong)
+        assert (refused.status, refused.err) == (1, f"error: {wrong}: cannot be written: {reason}\n")
 
 
 def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):

@@ -230,9 +230,9 @@ def test_the_command(tiny, tmp_path, capsys, optional_package):
     assert cli.main([*command, "--output", str(tmp_path / "a.gif")]) == 1
     assert "a.gif: the name must end with .html, .png, .svg, .pdf" in capsys.readouterr().err
     assert cli.main([*command, "--output", str(tmp_path / "none" / "a.html")]) == 1
-    assert "a.html cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "a.html: cannot be written: there is no folder" in capsys.readouterr().err
     optional_package("matplotlib")
     assert cli.main([*command, "--output", str(tmp_path / "none" / "a.svg"), "--style", "map", "--head", "mean"]) == 1
-    assert "a.svg cannot be written: No such file or directory" in capsys.readouterr().err
+    assert "a.svg: cannot be written: there is no folder" in capsys.readouterr().err
     assert cli.main([*command, "--output", str(tmp_path / "a.svg"), "--checkpoint", "2"]) == 0
     assert "Cross-attention, layer 1 of 1" in (tmp_path / "a.svg").read_text()

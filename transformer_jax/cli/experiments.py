@@ -8,8 +8,8 @@ from transformer_jax.cli.parsing import DecodingFlags, FlagConversionOff, Positi
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Config
 from transformer_jax.experiments.table3 import ROWS, scaled, table3_config
-from transformer_jax.runtime.distributed import Cluster, is_main_process
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
+from transformer_jax.runtime.files import check_writable, to_json
 from transformer_jax.types import UserError
 
 
@@ -45,6 +45,8 @@ class Table3:
         with processes(self.cluster):
             from transformer_jax.experiments.table3_runs import plot_table3, render, run_table3
 
+            if self.picture is not None:
+                on_main_process(check_writable)(self.picture)
             rows = list(ROWS) if self.rows == ("all",) else list(self.rows)
             results = []
             for result in run_table3(rows, scaled(self.config, self.scale), self.workdir):

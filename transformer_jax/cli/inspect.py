@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from transformer_jax.cli.evaluate import checkpoint_of
 from transformer_jax.cli.parsing import Positional, arg
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import check_writable, to_json
 from transformer_jax.types import UserError
 
 
@@ -39,6 +39,7 @@ class Attention:
         from transformer_jax.visualization.attention import View, attention_of
         from transformer_jax.visualization.attention_drawing import draw_attention
 
+        check_writable(self.output)
         translator = Translator.load(self.run_folder, **checkpoint_of(self.checkpoint))
         attention = attention_of(translator, self.sentence, self.target, run=str(self.run_folder))
         draw_attention(attention, self.output, View(self.kind, self.layer, self.head, self.style))

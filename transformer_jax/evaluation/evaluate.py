@@ -15,8 +15,8 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.bleu import Moses, bleu_variants, resample, tokenization_of
 from transformer_jax.evaluation.validation import CorpusEvaluation, check_complete, check_direction, evaluate_pairs
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.runtime.distributed import is_main_process
-from transformer_jax.runtime.files import write_atomically
+from transformer_jax.runtime.distributed import is_main_process, on_main_process
+from transformer_jax.runtime.files import check_writable, write_atomically
 from transformer_jax.types import UserError
 
 
@@ -61,8 +61,8 @@ def evaluate_runs(
     Raises:
         UserError: A run, checkpoint or split does not exist, or the output cannot be written.
     """
-    if output is not None and not Path(output).parent.is_dir():  # before the work
-        raise UserError(f"{output}: cannot be written: there is no folder {Path(output).parent}")
+    if output is not None:
+        on_main_process(check_writable)(Path(output))
     first: CorpusEvaluation | None = None
     for run in runs:
         translator = Translator.load(run, ensemble=ensemble, **decoding)

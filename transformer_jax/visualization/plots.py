@@ -19,7 +19,7 @@ from transformer_jax.data.loader import plan_batches
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.presets import load_recipe
-from transformer_jax.runtime.files import read_json_lines
+from transformer_jax.runtime.files import check_writable, read_json_lines
 from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLORS, drawing
@@ -193,6 +193,7 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
     unknown = set(panels) - set(get_args(Panel))
     if unknown:
         raise UserError(f"panels has {', '.join(sorted(unknown))}; legal: {', '.join(get_args(Panel))}")
+    check_writable(output)
     subjects = [load_subject(name) for name in names]
     pictures: list[tuple[str, Callable[[Any, Any], None]]] = []
     for panel in panels or _PLOTS:

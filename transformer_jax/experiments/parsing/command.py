@@ -11,7 +11,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.experiments.parsing.bracketing import score_brackets
 from transformer_jax.experiments.parsing.linearization import delinearize, linearize
 from transformer_jax.experiments.parsing.trees import Tree, clean, read_trees
-from transformer_jax.runtime.files import write_atomically
+from transformer_jax.runtime.files import check_writable, write_atomically
 from transformer_jax.types import UserError
 
 WORDS, TREE = "words", "tree"
@@ -62,8 +62,11 @@ def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding
         decoding: Replacements for fields of the run's `decoding` section.
 
     Raises:
-        UserError: The run or the split does not exist, or a line of the split is not a tree.
+        UserError: The run or the split does not exist, a line of the split is not a tree, or the output cannot be
+            written.
     """
+    if output is not None:
+        check_writable(output)
     translator = Translator.load(run, **decoding)
     pairs = read_split(dataclasses.replace(translator.config.data, test=stem), "test")
     assert pairs is not None  # the stem has a name
