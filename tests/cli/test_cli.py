@@ -319,6 +319,13 @@ def test_global_options_are_found_anywhere_but_in_values(cli, loads, tmp_path):
     assert cli("translate", tmp_path, "--prefix", "--traceback").status == 2, "the value is missing"
 
 
+@pytest.mark.parametrize("flag", ["--deterministic=True", "--no-malloc-tuning=1", "--no_compilation_cache=False"])
+def test_global_option_with_a_value_is_wrong_usage(cli, loads, tmp_path, flag):
+    done = cli("translate", tmp_path, flag)
+    assert done.status == 2
+    assert f"{flag.partition('=')[0]} takes no value" in done.err
+
+
 def in_a_process(*args, **options):
     """The command in a process of its own, with one device, whose warnings are errors no more."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1)}

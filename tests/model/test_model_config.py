@@ -272,6 +272,9 @@ def test_constructors_check_types_values_and_bounds(section, changes, message):
 def test_constructors_convert_numbers():
     config = TrainingConfig(num_steps=np.int64(7), clip_norm=1, label_smoothing=np.float32(0.5))
     assert (type(config.num_steps), type(config.clip_norm), type(config.label_smoothing)) == (int, float, float)
+    assert ModelConfig(final_norm=np.bool_(True)).final_norm is True
+    with pytest.raises(UserError, match="must be bool"):
+        ModelConfig(final_norm=np.int64(1))
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,17 @@ def parse(cls: type[T], args: Sequence[str], *, command: str = "", default: T | 
 
 
 def parse_known(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `cls` and return the other arguments in their order. Arguments after `--` are not flags."""
+    """Parse the flags of `cls` and return the other arguments in their order. Arguments after `--` are not flags.
+
+    Raises:
+        SystemExit: With status 2 if a flag that takes no value has one, as in `--deterministic=True`.
+    """
     end = args.index("--") if "--" in args else len(args)
+    switches = [name for name, kind in typing.get_type_hints(cls).items() if kind is bool]
+    switches = [f"--{prefix}{name.replace('_', '-')}" for name in switches for prefix in ("", "no-")]
+    for flag, has_value, _ in (item.partition("=") for item in args[:end]):
+        if has_value and flag.replace("_", "-") in switches:
+            usage_error("", f"{flag} takes no value; it is on if it is there")
     config = (tyro.conf.FlagCreatePairsOff,)
     known, rest = tyro.cli(cls, args=list(args[:end]), return_unknown_args=True, add_help=False, config=config)
     return known, [*rest, *args[end:]]
@@ -70,7 +79,7 @@ def parse_known(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
 
 def usage_error(command: str, message: str) -> NoReturn:
     """Print what is wrong with the arguments of a command and raise SystemExit with status 2."""
-    print(f"{PROGRAM} {command}: {message}", file=sys.stderr)
+    print(f"{f'{PROGRAM} {command}'.strip()}: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -79,6 +79,8 @@ def _checked(kind: Any, value: Any, where: str, or_none: str = "") -> Any:
         return value
     if options:  # X | None
         return None if value is None else _checked(options[0], value, where, " or None")
+    if kind is bool and type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()  # of np.bool_
     if not isinstance(value, bool):
         if kind in (int, float) and isinstance(value, numbers.Integral):
             value = int(value)
