@@ -50,6 +50,11 @@ def run(name, spare=0, **decoding):
     return config, params, pair
 
 
+def only_min_length(message):
+    """Fail for a warning other than that of `decoding.min_length`, which is not the 1 of `translate_batch` here."""
+    assert "min_decoding_length=0" in message
+
+
 def sentences():
     rng = random.Random(0)
     return [" ".join(rng.choices(WORDS, k=length)) for length in (5, 6, 6, 7, 4, 7)]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ctranslate2_cases import BEAMS, MODELS, run, sentences, translated
+from ctranslate2_cases import BEAMS, MODELS, only_min_length, run, sentences, translated
 from interop_cases import assert_same_trees, random_params
 
 from transformer_jax.config import Config, TokenizerConfig
@@ -36,7 +36,7 @@ def logits(config, params):
 @pytest.mark.parametrize("name", MODELS)
 def test_export_runs_there(ctranslate2, tmp_path, name):
     config, params, pair = run(name)
-    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     lines = sentences()
     for beam_size in (1, BEAMS) if name in ("paper", "two vocabularies") else (BEAMS,):
         changed = dataclasses.replace(config.decoding, beam_size=beam_size, forbidden_ids=(0,))
@@ -53,7 +53,7 @@ def test_export_runs_there(ctranslate2, tmp_path, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_own_export_comes_back(tmp_path, name):
     config, params, pair = run(name)
-    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     again = read_ctranslate2(tmp_path)
     np.testing.assert_array_equal(logits(again.config, again.params), logits(config, params))
     assert [again.tokenizers.source.to_json(), again.tokenizers.target.to_json()] == [
@@ -85,7 +85,7 @@ def test_own_export_comes_back(tmp_path, name):
 
 def test_flag_of_older_files_for_source_bos_is_read(tmp_path):
     config, params, pair = run("source BOS")
-    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["add_source_bos"] is True
     variables = {name: np.array(value) for name, value in read_model_file(tmp_path / "model.bin").variables.items()}
@@ -97,7 +97,7 @@ def test_flag_of_older_files_for_source_bos_is_read(tmp_path):
 
 def test_tied_tables_are_stored_once(tmp_path):
     config, params, pair = run("paper")
-    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     variables = read_model_file(tmp_path / "model.bin").variables
     table = variables["decoder/embeddings/weight"]
     assert variables["decoder/projection/weight"] is table
@@ -107,7 +107,7 @@ def test_tied_tables_are_stored_once(tmp_path):
 
 def test_rows_without_a_token_are_left_out(ctranslate2, tmp_path):
     config, params, pair = run("two vocabularies", spare=4)
-    write_ctranslate2(tmp_path, config, params, pair, warn=pytest.fail)
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     again = read_ctranslate2(tmp_path)
     rows = again.config.model.vocab_size
     assert rows == pair.target.vocab_size == config.model.vocab_size - 4
@@ -143,7 +143,7 @@ def test_special_names_that_are_words(ctranslate2, tmp_path):
     config = run("paper")[0]
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
     write_ctranslate2(
-        tmp_path, config, random_params(config.model), TokenizerPair(tokenizer, tokenizer), warn=pytest.fail
+        tmp_path, config, random_params(config.model), TokenizerPair(tokenizer, tokenizer), warn=only_min_length
     )
     words = json.loads((tmp_path / "shared_vocabulary.json").read_text())
     assert words[:4] == ["<pad>", "<s_>", "</s_>", "<unk_>"]
@@ -157,7 +157,30 @@ def test_differences_from_translate_batch_are_warned_about(tmp_path):
     said = []
     write_ctranslate2(tmp_path, config, params, pair, said.append)
     assert "decoding.length_penalty='gnmt'" in said[0]
-    assert 'suppress_sequences=[["w1"], ["w2"]]' in said[1]
+    assert "decoding.min_length=0" in said[1]
+    assert "min_decoding_length=0" in said[1]
+    assert 'suppress_sequences=[["w1"], ["w2"]]' in said[2]
+    write_ctranslate2(tmp_path, *run("paper", min_length=1), warn=pytest.fail)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_imported_model_translates_with_the_defaults_of_translate_batch(ctranslate2, tmp_path, beam_size):
+    """`translate_batch` lets no output be empty, also where EOS is the most probable first token."""
+    config, params, pair = run("two vocabularies")
+    params["logits_bias"][config.model.eos_id] += 30
+    params["logits_bias"][[0, 1, 3]] -= 30  # the texts show no special tokens
+    write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
+    translator = ctranslate2.Translator(str(tmp_path), device="cpu", inter_threads=1, intra_threads=1)
+    lines = sentences()
+    found = translator.translate_batch(
+        [line.split() for line in lines], beam_size=beam_size, suppress_sequences=[["<pad>"]]
+    )
+    expected = [" ".join(result.hypotheses[0]) for result in found]
+    imported = read_ctranslate2(tmp_path)
+    decoding = dataclasses.replace(imported.config.decoding, beam_size=beam_size)
+    config = dataclasses.replace(imported.config, decoding=decoding)
+    assert Translator(config, imported.params, imported.tokenizers).translate(lines) == expected
+    assert all(expected)
 
 
 @pytest.fixture(scope="module")
@@ -229,4 +252,5 @@ def test_real_model_configuration(real):
     assert (model.pad_id, model.bos_id, model.eos_id, model.unk_id) == (0, 1, 2, 50)
     assert imported.tokenizers.target.unk_id is None
     assert (decoding.stopping, decoding.length_penalty, decoding.beam_size) == ("ctranslate2", "power", 2)
+    assert decoding.min_length == 1
     assert Config.from_json(imported.config.to_json()) == imported.config

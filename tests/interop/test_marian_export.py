@@ -1,13 +1,14 @@
 """Our models as Marian folders: transformers loads them, and gives the same ids, logits and translations."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from interop_cases import odd, random_params
-from marian_cases import EXTRA, batch, compare_outputs, marian_logits
+from marian_cases import EXTRA, batch, compare_outputs, generated, marian_logits
 
 from transformer_jax.config import Config, DecodingConfig, TokenizerConfig
 from transformer_jax.data.tokenizer import train_tokenizer
@@ -126,6 +127,28 @@ def test_translations(transformers, tmp_path, kind):
         differing, worst = compare_outputs(translator, model, tokenizer, LINES, num_beams=beams)
         assert differing == []
         assert worst < 1e-4
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_min_length_is_exported_and_read_back(transformers, tmp_path, beams):
+    """EOS is the most probable token, so the minimum decides."""
+    config, params, pair = run("word", logits_bias=True)
+    params["logits_bias"][config.model.eos_id] += 30
+    decoding = dataclasses.replace(config.decoding, beam_size=beams, min_length=3)
+    config = dataclasses.replace(config, decoding=decoding)
+    write_marian(tmp_path, config, params, pair, warn=pytest.fail)
+    model = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for line, (found, *_) in zip(LINES, Translator(config, params, pair).translate_n_best(LINES, 1), strict=True):
+        text, ids, _ = generated(model, tokenizer, line, num_beams=beams)
+        assert (found.text, found.num_tokens) == (text, len(ids))
+        assert ids.index(config.model.eos_id) == 3
+    assert read_marian(tmp_path).config.decoding.min_length == 3
+    file = tmp_path / "generation_config.json"
+    settings = json.loads(file.read_text())
+    del settings["min_new_tokens"]
+    file.write_text(json.dumps(settings | {"min_length": 4}))  # counts the start token
+    assert read_marian(tmp_path).config.decoding.min_length == 3
 
 
 def test_differences_from_generate_are_warned_about(tmp_path):

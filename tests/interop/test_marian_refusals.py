@@ -54,7 +54,7 @@ REFUSALS = [
         setting("generation_config", *item)
         for item in (
             *[("do_sample", True), ("num_beam_groups", 2), ("diversity_penalty", 0.5), ("early_stopping", True)],
-            *[("early_stopping", "never"), ("min_length", 3), ("min_new_tokens", 3), ("no_repeat_ngram_size", 3)],
+            *[("early_stopping", "never"), ("min_length", -3), ("min_new_tokens", 3.5), ("no_repeat_ngram_size", 3)],
             *[("encoder_no_repeat_ngram_size", 3), ("repetition_penalty", 1.2), ("forced_bos_token_id", 4)],
             *[("forced_eos_token_id", 4), ("forced_decoder_ids", [[1, 2]]), ("begin_suppress_tokens", [4])],
             *[("sequence_bias", {}), ("renormalize_logits", 1), ("length_penalty", -1.0), ("num_beams", 1.5)],

@@ -106,7 +106,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
         data=DataConfig(max_length=min(256, model.max_length)),
         tokenizer=TokenizerConfig(kind=tokens.pair.source.kind, joint=tokens.joint),
         decoding=DecodingConfig(
-            beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_length_offset=128
+            beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_length_offset=128, min_length=1
         ),
     )
     return Imported(config, from_foreign(tensors, TABLE, model, str(path)), tokens.pair)
@@ -158,6 +158,11 @@ def write_ctranslate2(
         warn(
             "decoding.length_penalty='gnmt', but translate_batch has only length^alpha: its length_penalty="
             f"{decoding.alpha} prefers other lengths"
+        )
+    if decoding.min_length != 1:
+        warn(
+            f"decoding.min_length={decoding.min_length} cannot be stored, and translate_batch assumes 1. Call it with "
+            f"min_decoding_length={decoding.min_length}"
         )
     if decoding.forbidden_ids:
         words = tokenizers.target.tokens(decoding.forbidden_ids)

@@ -40,8 +40,6 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
     "early_stopping": (False,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "repetition_penalty": (1,),
@@ -237,6 +235,8 @@ def _decoding_config(settings: _Settings, model: ModelConfig) -> DecodingConfig:
         raise settings.error("suppress_tokens", "a list of ids")
     forbidden = {ids[0] for ids in bad_words} - {model.eos_id} | set(suppressed)
     longest = settings.number("max_new_tokens", 0) or max(settings.number("max_length", MAX_LENGTH_OFFSET + 1) - 1, 1)
+    # `min_new_tokens` replaces `min_length`, which counts the start token too.
+    shortest = settings.number("min_new_tokens", max(settings.number("min_length", 0) - 1, 0))
     return DecodingConfig(
         beam_size=settings.number("num_beams", 1),
         alpha=settings.rate("length_penalty", 1.0),
@@ -244,6 +244,7 @@ def _decoding_config(settings: _Settings, model: ModelConfig) -> DecodingConfig:
         stopping="huggingface",
         max_length_offset=min(MAX_LENGTH_OFFSET, longest),
         max_source=model.max_length,
+        min_length=shortest,
         forbidden_ids=tuple(sorted(forbidden - {model.pad_id})),
         renormalize_logits=settings.flag("renormalize_logits", False),
     )
@@ -296,7 +297,7 @@ def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[
     if decoding.stopping != "huggingface" and decoding.beam_size > 1:
         warn(f"decoding.stopping={decoding.stopping!r}, but generate stops its beams by the rule 'huggingface'")
     unnamed = set(range(tokenizers.target.vocab_size, model.vocab_size))
-    tree = {
+    tree: dict[str, Any] = {
         "max_length": min(decoding.max_source + decoding.max_length_offset + 1, model.max_length),
         "num_beams": decoding.beam_size,
         "length_penalty": alpha,
@@ -304,5 +305,7 @@ def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[
         "renormalize_logits": decoding.renormalize_logits,
         "bad_words_ids": [[model.pad_id]],
     }
+    if decoding.min_length:
+        tree["min_new_tokens"] = decoding.min_length
     suppressed = sorted(unnamed.union(decoding.forbidden_ids))
     return tree | _special_ids(model) | ({"suppress_tokens": suppressed} if suppressed else {})
