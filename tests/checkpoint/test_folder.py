@@ -1,12 +1,15 @@
 """The run folder: what may be opened for training, and files that are whole whatever happens."""
 
+import contextlib
 import dataclasses
 import json
 
 import pytest
 
+from transformer_jax.checkpoint import manifest, run_dir
 from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
+from transformer_jax.runtime import files
 from transformer_jax.types import UserError
 
 CONFIG = Config(model=ModelConfig(vocab_size=16, d_model=16, num_layers=1, num_heads=2, d_ff=32))
@@ -74,6 +77,37 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_what_is_no_run_has_no_configuration(tmp_path):
     with pytest.raises(UserError, match=r"is not a run: it has no config.json"):
         RunDir(tmp_path).load_config()
+
+
+@pytest.mark.parametrize("name", ["data.sha256", "config.json"], ids=["new file", "existing file"])
+@pytest.mark.parametrize("writes", range(4))
+def test_run_is_valid_after_a_write_that_fails_at_any_moment(name, writes, tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    run.open_for_training(CONFIG)
+    fail_after(writes, monkeypatch)
+    with contextlib.suppress(UserError):
+        run.write(name, CONFIG.to_json() + "\n")
+    monkeypatch.undo()
+    assert run.load_config() == CONFIG
+    run.write(name, CONFIG.to_json())
+    assert run.load_config() == CONFIG
+    (tmp_path / name).write_text(CONFIG.to_json() + "\n")
+    with pytest.raises(UserError, match=f"{name} has"):
+        run.load_config()
+
+
+def fail_after(count, monkeypatch):
+    """Make every atomic write after the first `count` fail, as on a full disk."""
+    write, done = files.write_atomically, []
+
+    def write_or_fail(path, text):
+        if len(done) == count:
+            raise UserError(f"{path}: cannot be written")
+        done.append(path)
+        write(path, text)
+
+    for module in (manifest, run_dir):
+        monkeypatch.setattr(module, "write_atomically", write_or_fail)
 
 
 def test_rows_after_a_step_and_torn_lines_are_dropped(tmp_path):

@@ -46,6 +46,30 @@ def write_manifest(folder: Path, files: Manifest) -> None:
     write_atomically(folder / MANIFEST, to_json({"files": tree}, indent=1) + "\n")
 
 
+def write_verified(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files of a folder, in the given order, and record their checksums in its manifest.
+
+    A process that ends at any moment leaves a folder whose files agree with its manifest.
+
+    Args:
+        folder: The folder. Its manifest is created if it does not exist.
+        texts: The content of each file, by its name in the folder.
+
+    Raises:
+        DamagedFileError: The manifest is damaged.
+        UserError: A file cannot be written.
+    """
+    manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    new = {name: [Checksum.of_text(text)] for name, text in texts.items()}
+    # Until an existing file is replaced, its old content is accepted as well. A new file is listed once it exists.
+    existing = {name: [*new[name], Checksum.of_file(folder / name)] for name in texts if (folder / name).is_file()}
+    if existing:
+        write_manifest(folder, manifest | existing)
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    write_manifest(folder, manifest | new)
+
+
 def read_manifest(folder: Path) -> dict[str, list[Checksum]]:
     """Return the manifest of a folder.
 

@@ -35,6 +35,7 @@ from transformer_jax.checkpoint.manifest import (
     read_manifest,
     verify,
     write_manifest,
+    write_verified,
 )
 from transformer_jax.config import Config
 from transformer_jax.presets import load_config
@@ -140,12 +141,7 @@ class RunDir:
         Raises:
             UserError: The file cannot be written.
         """
-        path = self.path / name
-        # The manifest comes first and accepts the old content as well, until the file is replaced.
-        accepted = [Checksum.of_text(text), *([Checksum.of_file(path)] if path.is_file() else [])]
-        manifest = read_manifest(self.path) if (self.path / MANIFEST).exists() else {}
-        write_manifest(self.path, manifest | {name: accepted})
-        write_atomically(path, text)
+        write_verified(self.path, {name: text})
 
     def seal(self) -> None:
         """Record the checksums of the run's files as they are, including the tokenizers.
