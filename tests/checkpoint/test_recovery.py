@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from transformer_jax.checkpoint.checkpoint import Checkpoints, checkpoint_steps, resolve_checkpoint
+from transformer_jax.checkpoint.checkpoint import METRICS, Checkpoints, checkpoint_steps, resolve_checkpoint
 from transformer_jax.checkpoint.manifest import MANIFEST, verify
 from transformer_jax.checkpoint.recovery import recover
 from transformer_jax.checkpoint.run_dir import RunDir
@@ -104,6 +104,24 @@ def test_a_run_from_before_the_manifests_keeps_its_checkpoints_and_gets_them(run
     assert run.format() == 2
     for step in (1, 2, 3):
         verify(run.checkpoints / str(step))
+
+
+def test_half_deleted_older_checkpoint_is_deleted_without_warning(run, recwarn):
+    """Orbax deletes older checkpoints file by file, and a kill may leave a part of one."""
+    (run.checkpoints / "1" / MANIFEST).unlink()
+    shutil.rmtree(run.checkpoints / "1" / "state")
+    assert recover(run, strict=True) == [2, 3]
+    assert not (run.checkpoints / "1").exists()
+    (run.checkpoints / "2" / MANIFEST).unlink()
+    assert recover(run) == [3]
+    assert not run.damaged.exists()
+    assert not recwarn.list
+
+
+def test_strict_accepts_damage_of_an_older_checkpoint(run):
+    (run.checkpoints / "1" / METRICS).write_text("damaged")
+    with pytest.warns(UserWarning, match=rf"1 is damaged: .* moved to {run.damaged / '1'}"):
+        assert recover(run, strict=True) == [2, 3]
 
 
 def test_a_run_of_a_later_version_is_refused(run):

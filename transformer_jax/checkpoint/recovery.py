@@ -1,31 +1,35 @@
 """Resume from the newest checkpoint whose files are the files that were written."""
 
 import itertools
+import logging
 import shutil
 import warnings
 from pathlib import Path
 
 from transformer_jax.checkpoint.checkpoint import METRICS, checkpoint_steps, write_checkpoint_manifest
-from transformer_jax.checkpoint.manifest import DamagedFileError, read_manifest, verify
+from transformer_jax.checkpoint.manifest import MANIFEST, DamagedFileError, read_manifest, verify
 from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
 from transformer_jax.types import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def recover(run: RunDir, *, strict: bool = False) -> list[int]:
     """Verify the newest checkpoint and the metrics of all checkpoints, and return the steps of the valid ones.
 
-    Damaged checkpoints are moved to `damaged/` with a warning, so that training writes their steps again. A run of an
-    earlier format gets its missing manifests and the current format.
+    Damaged checkpoints are moved to `damaged/` with a warning, so that training writes their steps again. An older one
+    without a manifest is what a kill left of a checkpoint that was being deleted, so it is deleted. A run of an earlier
+    format gets its missing manifests and the current format.
 
     Args:
         run: Run that the caller has locked.
-        strict: Whether to raise an error for a damaged checkpoint instead of moving it.
+        strict: Whether to raise an error if the newest checkpoint is damaged, instead of moving it.
 
     Returns:
         The steps of the remaining checkpoints in ascending order.
 
     Raises:
-        UserError: Every checkpoint is damaged, or `strict` is True and one is.
+        UserError: Every checkpoint is damaged, or `strict` is True and the newest one is.
     """
     if run.config_file.exists() and run.format() < FORMAT:
         _upgrade(run)
@@ -33,13 +37,17 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
     folders = sorted((path for path in entries if path.name.isdecimal() and path.is_dir()), key=lambda p: int(p.name))
     is_newest = True
     for folder in reversed(folders):
+        if not is_newest and not (folder / MANIFEST).exists():
+            logger.debug("deleting the rest of %s", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
         try:
             verify(folder, None if is_newest else _metrics_of(folder))
             is_newest = False
         except DamagedFileError as error:
             steps = checkpoint_steps(run)
             others = [step for step in steps if step < int(folder.name)] if is_newest else steps
-            if not others or strict:
+            if not others or (strict and is_newest):
                 fix = "without --strict, training resumes from an undamaged checkpoint"
                 fix = fix if others else "there is no earlier checkpoint. Start again with another --workdir"
                 raise UserError(f"{error}; {fix}") from error
