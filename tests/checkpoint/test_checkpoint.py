@@ -1,5 +1,6 @@
 """Checkpoints: whole, unaltered by what comes after, found by name, and refused where they do not fit."""
 
+import contextlib
 import dataclasses
 import json
 from types import SimpleNamespace
@@ -10,16 +11,20 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from transformer_jax.checkpoint import checkpoint
+from transformer_jax.checkpoint import checkpoint, manifest
 from transformer_jax.checkpoint.checkpoint import (
     Checkpoints,
+    ValidationHistory,
     checkpoint_steps,
     load_params,
+    read_history,
     resolve_checkpoint,
     save_params,
 )
+from transformer_jax.checkpoint.manifest import verify
+from transformer_jax.checkpoint.recovery import recover
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.config import ModelConfig
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.types import UserError
 
@@ -143,6 +148,41 @@ def test_no_save_is_begun_that_the_disk_has_no_room_for(tmp_path, monkeypatch):
         checkpoints.save(2, state)
     checkpoints.close()
     assert checkpoint_steps(RunDir(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_replacing_a_pending_checkpoint_leaves_a_valid_one_at_any_moment(writes, tmp_path, monkeypatch):
+    run, state = RunDir(tmp_path), {"w": jnp.arange(3.0)}
+    run.write_config(Config())
+    checkpoints = Checkpoints(run, keep=1)
+    checkpoints.save(1, state, history=ValidationHistory(is_pending=True))
+    write, done = manifest.write_atomically, []
+
+    def write_or_fail(path, text):
+        if len(done) == writes:
+            raise UserError(f"{path}: cannot be written")
+        done.append(path)
+        write(path, text)
+
+    checkpoints.wait()
+    monkeypatch.setattr(manifest, "write_atomically", write_or_fail)
+    is_complete = writes == 4
+    history = ValidationHistory(({"valid_loss": 2.0},))
+    with contextlib.nullcontext() if is_complete else pytest.raises(UserError):
+        checkpoints.save(1, state, {"valid_loss": 2.0}, history)
+        checkpoints.close()
+    monkeypatch.undo()
+    assert recover(run, strict=True) == [1]
+    assert read_history(run, 1) in (history, ValidationHistory(is_pending=True))
+
+    again = Checkpoints(run, keep=1)
+    again.save(1, state, {"valid_loss": 2.0}, history)
+    again.save(2, state, {"valid_loss": 3.0}, history)
+    again.close()
+    verify(run.checkpoints / "1")
+    assert read_history(run, 1) == history
+    assert checkpoint_steps(run) == [1, 2], "the best one is kept"
+    assert resolve_checkpoint(run, "best").name == "1"
 
 
 def test_a_save_that_fails_on_the_disk_says_so_and_is_no_checkpoint(tmp_path, monkeypatch):

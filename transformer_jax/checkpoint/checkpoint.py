@@ -23,9 +23,10 @@ from transformer_jax.checkpoint.manifest import (
     read_manifest,
     verify,
     write_manifest,
+    write_verified,
 )
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.runtime.distributed import is_main_process, on_main_process
+from transformer_jax.runtime.distributed import broadcast_from_main, collective, is_main_process, on_main_process
 from transformer_jax.runtime.files import atomic_dir, read_json, to_json, unfinished_dir
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
@@ -34,6 +35,7 @@ METRICS = "metrics/metrics"
 
 
 _HISTORY = "validations"  # the item of a checkpoint that holds its ValidationHistory
+_HISTORY_FILE = f"{_HISTORY}/metadata"
 
 
 @dataclass(frozen=True)
@@ -96,31 +98,36 @@ class Checkpoints:
     ) -> None:
         """Start to write `state`. The checkpoint is complete after `wait` or the next call.
 
-        An existing step is kept, except that a checkpoint with a pending validation is replaced by one without.
+        An existing step is kept, except that metrics and history replace those of a pending validation.
 
         Raises:
             UserError: The disk has no space for the checkpoint, or the previous one could not be written.
         """
-        is_replaced = False
+        item = json.loads(to_json({"figures": list(history.figures), "is_pending": history.is_pending}))
         if step in self._manager.all_steps():
-            stored = read_history(self._run, step)
-            is_replaced = stored is not None and stored.is_pending and not history.is_pending
-            if not is_replaced:
-                return
+            self.wait()
+            if not history.is_pending and is_validation_pending(self._run, step):
+                self._replace_history(step, metrics or {}, item)
+            return
         needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
         if is_main_process() and free < needed:
             raise UserError(
                 f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
                 f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
             )
-        item = json.loads(to_json({"figures": list(history.figures), "is_pending": history.is_pending}))
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), **{_HISTORY: ocp.args.JsonSave(item)})
         with self._write_errors():
             self._manager.wait_until_finished()
-            if is_replaced:
-                self._manager.delete(step)
             self._saving = step
             self._manager.save(step, args=args, metrics=dict(metrics or {}))
+
+    def _replace_history(self, step: int, metrics: Mapping[str, Any], item: Mapping[str, Any]) -> None:
+        self._saving = step
+        # Written as Orbax writes them. The history is last, because it ends the validation.
+        texts = {METRICS: json.dumps(dict(metrics)), _HISTORY_FILE: json.dumps(item)}
+        with self._write_errors():
+            on_main_process(write_verified)(self._run.checkpoints / str(step), texts)
+            self._manager.reload()
 
     def wait(self) -> None:
         """Wait until all pending checkpoint writes are complete.
@@ -194,7 +201,7 @@ def read_history(run: RunDir, step: int) -> ValidationHistory | None:
         DamagedFileError: The file differs from the checkpoint's manifest.
         UserError: The file does not hold validations.
     """
-    checkpoint, name = run.checkpoints / str(step), f"{_HISTORY}/metadata"
+    checkpoint, name = run.checkpoints / str(step), _HISTORY_FILE
     if (checkpoint / MANIFEST).exists() and name in read_manifest(checkpoint):
         verify(checkpoint, [name])
     elif not (checkpoint / name).exists():
@@ -204,6 +211,16 @@ def read_history(run: RunDir, step: int) -> ValidationHistory | None:
         return ValidationHistory(tuple(dict(row) for row in item["figures"]), bool(item["is_pending"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{checkpoint / name}: not the validations of a run: {first_line(error)}") from error
+
+
+def is_validation_pending(run: RunDir, step: int) -> bool:
+    """Return whether the validation after a checkpoint's step was cut short. Every process calls this function.
+
+    Raises:
+        UserError: The checkpoint's validations cannot be read.
+    """
+    history = collective(lambda: read_history(run, step) if is_main_process() else None)()
+    return bool(broadcast_from_main(history is not None and history.is_pending))
 
 
 def checkpoint_steps(run: RunDir) -> list[int]:
