@@ -108,16 +108,22 @@ def test_a_corpus_cannot_send_escape_sequences_to_the_terminal(escapes):
     assert "\x1b" in json.loads((folder / "run" / "samples.jsonl").read_text().splitlines()[0])["source"]
 
 
-def test_a_finished_run_with_a_pending_validation_repeats_it(tiny, tmp_path):
-    """A validation after the last step that was interrupted is made when the command is run again."""
+@pytest.mark.parametrize("rows_before", ["new", "replaced"])
+def test_a_finished_run_with_a_pending_validation_repeats_it(rows_before, tiny, tmp_path):
+    """A validation after the last step that was interrupted is made when the command is run again.
+
+    A kill after its rows were written, before the checkpoint was replaced, leaves rows that are replaced.
+    """
     run = RunDir(tiny.copy(tmp_path / "run"))
     (history,) = (run.checkpoints / "4" / "validations").glob("metadata")
     history.write_text('{"figures": [], "is_pending": true}')
     (run.checkpoints / "4" / "metrics" / "metrics").write_text("{}")
     write_checkpoint_manifest(run.checkpoints / "4")
     kept = [row for row in rows_of(run.metrics) if "loss" in row]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    run.samples.write_text("")
+    rows = {"replaced": rows_of(run.metrics), "new": kept}[rows_before]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if rows_before == "new":
+        run.samples.write_text("")
     outcome = commands.train(tiny.config, run.path)
     assert outcome.step == 4
     for name in ("metrics.jsonl", "samples.jsonl"):

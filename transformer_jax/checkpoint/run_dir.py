@@ -224,11 +224,20 @@ class RunDir:
         self.write_config(config)
 
 
-def truncate_after(path: Path, last_step: int) -> None:
-    """Remove the rows of a JSON-lines file that were written after `last_step`, and a line truncated by a kill."""
-    if path.exists():
-        rows = [row for row in read_json_lines(path) if row.get("step", 0) <= last_step]
-        write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
+def truncate_after(path: Path, last_step: int, *, drop_validation: bool = False) -> None:
+    """Remove the rows of a JSON-lines file that were written after `last_step`, and a line truncated by a kill.
+
+    Args:
+        path: The file: `metrics.jsonl` or `samples.jsonl`. It need not exist.
+        last_step: The last step whose rows are kept.
+        drop_validation: Whether to remove the rows of the validation at `last_step` too, because it is repeated.
+    """
+    if not path.exists():
+        return
+    rows = [row for row in read_json_lines(path) if row.get("step", 0) <= last_step]
+    if drop_validation:  # rows of training have a loss, or the number of skipped steps
+        rows = [row for row in rows if row.get("step", 0) < last_step or {"loss", "skipped"} & row.keys()]
+    write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def fit(
     with (
         Progress(step, training.num_steps, is_main_process()) as progress,
         StopSignals() as signals,
-        closing(MetricsWriter(run, step, is_main_process())) as writer,
+        closing(MetricsWriter(run, step, is_main_process(), drop_validation=history.is_pending)) as writer,
         closing(Profile(run.profile if profile and is_main_process() else None, step + 1)) as tracing,
         closing(checkpoints),  # completes a checkpoint that is being written, whatever happens
     ):

@@ -106,14 +106,15 @@ class MetricsWriter:
         run: The run's folder.
         step: The step that the run resumes from. Rows of later steps are dropped, so each step is logged once.
         enabled: False, as in every process but process 0, writes nothing.
+        drop_validation: Whether to drop the rows of the validation at `step` too, because it is repeated.
     """
 
-    def __init__(self, run: RunDir, step: int, enabled: bool = True) -> None:
+    def __init__(self, run: RunDir, step: int, enabled: bool = True, *, drop_validation: bool = False) -> None:
         self._enabled = enabled
         if not enabled:
             return
         for path in (run.metrics, run.samples):
-            truncate_after(path, step)
+            truncate_after(path, step, drop_validation=drop_validation)
         self._metrics = run.metrics.open("a", encoding="utf-8")
         self._samples = run.samples.open("a", encoding="utf-8")
         self._board = _Board(run.tensorboard, step)
