@@ -26,13 +26,12 @@ from transformer_jax.checkpoint.manifest import (
     write_verified,
 )
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.runtime.distributed import broadcast_from_main, collective, is_main_process, on_main_process
+from transformer_jax.runtime.distributed import is_main_process, on_main_process
 from transformer_jax.runtime.files import atomic_dir, read_json, to_json, unfinished_dir
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
 METRICS = "metrics/metrics"
 """File of a checkpoint's metrics, relative to the checkpoint."""
-
 
 _HISTORY = "validations"  # the item of a checkpoint that holds its ValidationHistory
 _HISTORY_FILE = f"{_HISTORY}/metadata"
@@ -106,7 +105,8 @@ class Checkpoints:
         item = json.loads(to_json({"figures": list(history.figures), "is_pending": history.is_pending}))
         if step in self._manager.all_steps():
             self.wait()
-            if not history.is_pending and is_validation_pending(self._run, step):
+            stored = read_history(self._run, step)
+            if stored is not None and stored.is_pending and not history.is_pending:
                 self._replace_history(step, metrics or {}, item)
             return
         needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
@@ -211,16 +211,6 @@ def read_history(run: RunDir, step: int) -> ValidationHistory | None:
         return ValidationHistory(tuple(dict(row) for row in item["figures"]), bool(item["is_pending"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{checkpoint / name}: not the validations of a run: {first_line(error)}") from error
-
-
-def is_validation_pending(run: RunDir, step: int) -> bool:
-    """Return whether the validation after a checkpoint's step was cut short. Every process calls this function.
-
-    Raises:
-        UserError: The checkpoint's validations cannot be read.
-    """
-    history = collective(lambda: read_history(run, step) if is_main_process() else None)()
-    return bool(broadcast_from_main(history is not None and history.is_pending))
 
 
 def checkpoint_steps(run: RunDir) -> list[int]:
