@@ -39,13 +39,8 @@ from transformer_jax.checkpoint.manifest import (
 )
 from transformer_jax.config import Config
 from transformer_jax.presets import load_config
-from transformer_jax.runtime.files import read_json, read_json_lines, read_text, to_json, write_atomically
+from transformer_jax.runtime.files import read_json, read_json_lines, read_text, to_json, try_lock, write_atomically
 from transformer_jax.types import UserError
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing prevents two processes from writing the same run
-    fcntl = None  # type: ignore[assignment]  # Windows has none
 
 # Fields that may differ when a run is resumed, because they change no step that was already taken.
 MAY_CHANGE = frozenset(
@@ -260,17 +255,12 @@ def locked(run: RunDir) -> Iterator[bool]:
         yield False
         return
     with file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise UserError(
-                    f"{run.path} is in use by {file.read(200).strip() or 'another process'}: wait until it ends, stop "
-                    "it, or give another --workdir"
-                ) from None
-            except OSError:
-                pass  # a file system without locks
+        if not try_lock(file.fileno()):
+            file.seek(0)
+            raise UserError(
+                f"{run.path} is in use by {file.read(200).strip() or 'another process'}: wait until it ends, stop it, "
+                "or give another --workdir"
+            )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

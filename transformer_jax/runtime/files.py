@@ -18,7 +18,7 @@ from transformer_jax.types import UserError
 try:
     import fcntl
 except ImportError:  # Windows, where nothing prevents two processes from writing the same folder
-    fcntl = None  # type: ignore[assignment]  # Windows has none
+    fcntl = None  # type: ignore[assignment]  # the module or None, which mypy cannot express
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -172,6 +172,23 @@ def _is_device(path: Path) -> bool:
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file or folder until it is closed or the process ends.
+
+    Returns:
+        False if another process holds the lock. True otherwise, also where the file system has no locks.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
+
+
 @contextmanager
 def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `path` when the block ends without an exception.
@@ -273,18 +290,18 @@ def _claim(folder: Path, path: Path) -> int | None:
     while fcntl is not None:
         try:
             handle = os.open(folder, os.O_RDONLY)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(handle)  # type: ignore[arg-type]  # only flock raises it, after os.open
-            raise FolderInUseError(f"{path}: another process is writing it; choose another output") from None
         except FileNotFoundError:  # the other process has just finished and renamed the folder
             folder.mkdir(exist_ok=True)
             continue
-        except OSError:  # a file system without locks
+        except OSError:  # the folder cannot be opened, so it cannot be locked
             break
+        if not try_lock(handle):
+            os.close(handle)
+            raise FolderInUseError(f"{path}: another process is writing it; choose another output")
         if _is_same(handle, folder):
             break
         os.close(handle)
+        handle = None
         folder.mkdir(exist_ok=True)
     for entry in folder.iterdir():  # left by a process that was killed
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
