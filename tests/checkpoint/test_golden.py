@@ -85,3 +85,10 @@ def test_resumed_training_does_not_depend_on_the_format(run, tmp_path):
     shutil.copytree(GOLDEN / "run_format_2", other.path)
     transformer_jax.train(config, other.path)
     assert sha256(restore(run, 3)) == sha256(restore(other, 3))
+
+
+def test_golden_runs_contain_no_path_of_the_machine_that_made_them():
+    messages = list(GOLDEN.rglob("commit_success.txt"))
+    assert len(messages) > 4
+    for file in messages:
+        assert "successful to run/checkpoints/" in file.read_text(), file
