@@ -32,16 +32,6 @@ AVOID = {
     r"\b(initial|normal|optim|token|serial)is(e|ed|er|ers|es|ing|ation)\b": "US spelling",
 }
 
-# Files that are not rewritten yet. Remove a file when it complies; add none.
-NOT_YET: frozenset[str] = frozenset(
-    (
-        "transformer_jax/doctor.py",
-        "transformer_jax/interop/convert.py",
-        "transformer_jax/parity/oracles.py",
-        "transformer_jax/parity/suspects.py",
-    )
-)
-
 
 def texts_of(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the strings of a Python file (docstrings, help texts, messages), or the paragraphs of a document."""
@@ -81,10 +71,7 @@ def findings(file: Path) -> list[str]:
 @pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_texts_use_standard_words(file):
     found = findings(file)
-    if str(file.relative_to(ROOT)) in NOT_YET:
-        pytest.skip(f"{len(found)} phrases to rewrite" if found else "complies: remove it from NOT_YET")
-    else:
-        assert not found, "\n".join(found)
+    assert not found, "\n".join(found)
 
 
 def test_phrases_are_found(tmp_path):

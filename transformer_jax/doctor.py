@@ -153,7 +153,7 @@ def _precision() -> str:
 def _compile_cache() -> str:
     folder = os.environ.get(VARIABLE)
     if not folder:
-        return "off: every command compiles anew"
+        return "off: every command compiles its programs again"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -183,7 +183,7 @@ def _memory(config: Config | None) -> str:
         split = config.training.mesh_fsdp * config.training.mesh_tensor
         copies = 5 if config.training.ema_decay else 4
         needed = copies * _parameter_bytes(config) // (split if stats else 1)
-        facts.append(f"parameters, gradients and Adam need {_bytes(needed)}, activations beside it")
+        facts.append(f"parameters, gradients and Adam need {_bytes(needed)}, and activations more")
         if total and needed > room:
             raise _FixError(f"{'; '.join(facts)}: a smaller model, or training.mesh_fsdp over more devices")
     return "; ".join(facts)
