@@ -26,7 +26,7 @@ def main() -> None:
         answers.write(json.dumps({**info, "malloc_tuned": tuned}) + "\n")
         for line in sys.stdin:
             answers.write(json.dumps(turn(json.loads(line))) + "\n")
-    except Exception as error:  # whatever ends this side, the parent says it and the others go on
+    except Exception as error:  # one side fails: the parent reports it, and the others run
         answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) + "\n")
         raise
 

@@ -86,8 +86,8 @@ class ModelConfig:
     activation: Literal["relu", "gelu", "swish"] = "relu"
     """Activation of the feed-forward networks. gelu is the exact form, x * Phi(x)."""
     attention_bias: bool = False
-    """Whether the query, key, value and output projections have biases. The paper's formula has none; the first
-    released code has them."""
+    """Whether the query, key, value and output projections have biases. The paper's formula has no biases; the
+    first released code has them."""
     logits_bias: bool = False
     """Whether a bias is added to the logits."""
 

@@ -146,7 +146,8 @@ def test_foreign_entries_in_checkpoints_are_ignored(run, tiny):
 
 
 @pytest.mark.skipif(
-    not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == os.stat("/tmp").st_dev, reason="one file system"
+    not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == os.stat("/tmp").st_dev,
+    reason="needs a second file system: /dev/shm does not exist, or is on the one of /tmp",
 )
 def test_damaged_checkpoint_is_moved_from_another_file_system(run, tiny, tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:

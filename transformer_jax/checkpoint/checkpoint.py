@@ -361,7 +361,7 @@ def _orbax_errors(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # a dozen types: each damaged file of a checkpoint has its own
         raise UserError(f"cannot read the checkpoint {folder}: {first_line(error)}") from error
 
 

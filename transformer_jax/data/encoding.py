@@ -23,7 +23,7 @@ _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
 
 @dataclass(frozen=True)
 class FilterReport:
-    """Number of pairs in a split, and of those that were filtered out, by reason. Each pair is counted once.
+    """Number of pairs in a split, and number of pairs that each filter removed. Each pair is counted once.
 
     >>> print(FilterReport(10, empty=1, long=2, length_ratio=0, max_length=256, max_length_ratio=9.0))
     10 pairs: 7 kept, 1 empty, 2 longer than 256 tokens, 0 of a length ratio above 9

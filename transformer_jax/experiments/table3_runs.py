@@ -116,7 +116,7 @@ def _change(base: Config, config: Config) -> str:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the results in a `table3.jsonl` by row. A missing file has none; damaged lines are skipped."""
+    """Return the results in a `table3.jsonl` by row. A missing file gives no results; damaged lines are skipped."""
     return {row["row"]: row for row in read_json_lines(file) if str(row.get("row")) in PAPER}
 
 

@@ -46,7 +46,7 @@ from transformer_jax.types import Params, UserError
 
 _STACKS = ("encoder", "decoder")
 _ACTIVATIONS = {0: "relu", 2: "swish", 3: "gelu"}
-# Numbers in the file that change nothing, and those that must be zero.
+# Variables of the file that do not change the result, and variables that must be zero.
 _IDLE = ("embeddings_merge", "alignment_layer", "alignment_heads", "alibi_use_positive_positions")
 _ZERO = ("multi_query_attention", "alibi", "scale_alibi", "with_relative_position")
 

@@ -33,7 +33,7 @@ from transformer_jax.runtime.files import read_text
 from transformer_jax.types import Params, UserError
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
-"""Tokens in front of those that a dictionary lists."""
+"""Tokens that precede the tokens listed in a dictionary."""
 BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)
 MAX_POSITIONS = 1024
 """fairseq's default limit of a sentence's length, for models whose position tables have no end."""

@@ -177,7 +177,7 @@ def check_torch(config: ModelConfig) -> None:
 
 
 def check_position_tables(tensors: Tensors, table: Table, config: ModelConfig, origin: str) -> None:
-    """Check that the position tables in a state dict are those that the configuration describes.
+    """Check that the position tables in a state dict equal the positions of the configuration.
 
     Raises:
         UserError: A position table differs.

@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         Args:
             src: Source token ids, ending with EOS, then padding.
             tgt_in: Target token ids that the decoder reads, beginning with the start token.
-            src_mask: Which source positions may be attended to. None: those that are not padding.
+            src_mask: Which source positions may be attended to. None: all tokens except padding.
             tgt_mask: Which target positions each target position may attend to. None: `target_mask`.
             src_segments: Sentence number of each source token of packed rows, from 1; 0 for padding. Segments define
                 the masks, and each sentence's positions start at 0.
