@@ -18,7 +18,8 @@ import os
 import resource
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -219,8 +220,12 @@ def num_mappings() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
-def limit_cpu(item: pytest.Item, phase: str, seconds: float) -> None:
-    """Fail a test of the fast tier that took more processor time than it may."""
+@contextmanager
+def limit_cpu(item: pytest.Item, phase: str) -> Iterator[None]:
+    """Fail a test of the fast tier if the block takes more processor time than it may."""
+    start = cpu_seconds()
+    yield
+    seconds = cpu_seconds() - start
     if is_fast_tier(item.config) and seconds > MAX_CPU_SECONDS:
         pytest.fail(
             f"the {phase} of {item.nodeid} took {seconds:.0f} s of processor time; a test of the fast tier may take "
@@ -232,19 +237,15 @@ def limit_cpu(item: pytest.Item, phase: str, seconds: float) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item):
     """Limit the time of a test's fixtures."""
-    start = cpu_seconds()
-    result = yield
-    limit_cpu(item, "setup", cpu_seconds() - start)
-    return result
+    with limit_cpu(item, "setup"):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """Limit the time of a test."""
-    start = cpu_seconds()
-    result = yield
-    limit_cpu(item, "call", cpu_seconds() - start)
-    return result
+    with limit_cpu(item, "call"):
+        return (yield)
 
 
 PEAKS: dict[str, float] = {}  # gigabytes, by worker
