@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from failing_writes import fail_after
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from transformer_jax.checkpoint import checkpoint, manifest
@@ -156,16 +157,8 @@ def test_replacing_a_pending_checkpoint_leaves_a_valid_one_at_any_moment(writes,
     run.write_config(Config())
     checkpoints = Checkpoints(run, keep=1)
     checkpoints.save(1, state, history=ValidationHistory(is_pending=True))
-    write, done = manifest.write_atomically, []
-
-    def write_or_fail(path, text):
-        if len(done) == writes:
-            raise UserError(f"{path}: cannot be written")
-        done.append(path)
-        write(path, text)
-
     checkpoints.wait()
-    monkeypatch.setattr(manifest, "write_atomically", write_or_fail)
+    fail_after(writes, monkeypatch, manifest)
     is_complete = writes == 4
     history = ValidationHistory(({"valid_loss": 2.0},))
     with contextlib.nullcontext() if is_complete else pytest.raises(UserError):

@@ -5,11 +5,11 @@ import dataclasses
 import json
 
 import pytest
+from failing_writes import fail_after
 
 from transformer_jax.checkpoint import manifest, run_dir
 from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
 from transformer_jax.config import Config, ModelConfig, TrainingConfig
-from transformer_jax.runtime import files
 from transformer_jax.types import UserError
 
 CONFIG = Config(model=ModelConfig(vocab_size=16, d_model=16, num_layers=1, num_heads=2, d_ff=32))
@@ -84,7 +84,7 @@ def test_what_is_no_run_has_no_configuration(tmp_path):
 def test_run_is_valid_after_a_write_that_fails_at_any_moment(name, writes, tmp_path, monkeypatch):
     run = RunDir(tmp_path)
     run.open_for_training(CONFIG)
-    fail_after(writes, monkeypatch)
+    fail_after(writes, monkeypatch, manifest, run_dir)
     with contextlib.suppress(UserError):
         run.write(name, CONFIG.to_json() + "\n")
     monkeypatch.undo()
@@ -94,20 +94,6 @@ def test_run_is_valid_after_a_write_that_fails_at_any_moment(name, writes, tmp_p
     (tmp_path / name).write_text(CONFIG.to_json() + "\n")
     with pytest.raises(UserError, match=f"{name} has"):
         run.load_config()
-
-
-def fail_after(count, monkeypatch):
-    """Make every atomic write after the first `count` fail, as on a full disk."""
-    write, done = files.write_atomically, []
-
-    def write_or_fail(path, text):
-        if len(done) == count:
-            raise UserError(f"{path}: cannot be written")
-        done.append(path)
-        write(path, text)
-
-    for module in (manifest, run_dir):
-        monkeypatch.setattr(module, "write_atomically", write_or_fail)
 
 
 def test_rows_after_a_step_and_torn_lines_are_dropped(tmp_path):
