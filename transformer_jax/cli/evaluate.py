@@ -1,6 +1,6 @@
 """The commands that score runs and choose parameters: evaluate, score, average."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -77,16 +77,21 @@ class Evaluate:
             options |= {"num_samples": self.bootstrap, "language": self.language, "output": self.output}
             self._print(evaluate_runs(self.runs, pairs, self.split or "test", **options))
 
-    def _print(self, results: Iterable[dict[str, Any]]) -> None:
-        from transformer_jax.evaluation.evaluate import difference_lines, result_lines
-
-        first = None
-        for result in results:
+    def _shown_as_text(self, results: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the results that process 0 prints as text. With --json, print each as JSON and yield none."""
+        for result in results:  # every process computes them
             if not is_main_process():
                 continue
             if self.json:
                 print(to_json(result), flush=True)
-                continue
+            else:
+                yield result
+
+    def _print(self, results: Iterable[dict[str, Any]]) -> None:
+        from transformer_jax.evaluation.evaluate import difference_lines, result_lines
+
+        first = None
+        for result in self._shown_as_text(results):
             members = (result, *result.get("ensemble", ()))
             print(" + ".join(f"{member['run']}, checkpoint {member['checkpoint']}" for member in members))
             print(*result_lines(result), sep="\n")
@@ -96,12 +101,7 @@ class Evaluate:
 
     def _print_sweep(self, results: Iterable[dict[str, Any]]) -> None:
         best: dict[str, Any] = {}
-        for result in results:
-            if not is_main_process():
-                continue
-            if self.json:
-                print(to_json(result), flush=True)
-                continue
+        for result in self._shown_as_text(results):
             if not best:
                 runs = " + ".join(member["run"] for member in (result, *result.get("ensemble", ())))
                 print(f"{runs}, {result['split']}  ({result['bleu_signature']})")
