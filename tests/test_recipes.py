@@ -15,7 +15,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def write(folder, text, name="recipe.py"):
-    (folder / name).write_text("from transformer_jax import Config, DecodingConfig, ModelConfig\n" + text)
+    names = "Config, DecodingConfig, ModelConfig, TrainingConfig"
+    (folder / name).write_text(f"from dataclasses import replace; from transformer_jax import {names}\n{text}")
     return str(folder / name)
 
 
@@ -55,6 +56,16 @@ def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
             "def get_config(): return Config(decoding=DecodingConfig(weights=1))",
             "",
             "weights was renamed to quantization",
+        ),
+        (
+            "TRAINING = TrainingConfig(logits_megabytes=1)",
+            "",
+            r"recipe\.py: .* logits_megabytes was renamed to loss_chunk_mb",
+        ),
+        (
+            "CONFIG = replace(Config().training, smoothing_mass='all')",
+            "",
+            r"recipe\.py: .* smoothing_mass was renamed to label_smoothing_over",
         ),
         ("def get_config(:", "", r"recipe\.py, line 2: "),
         ("def get_config(): return Config(model=ModelConfig(d_model=0))", "", r"model\.d_model is 0"),

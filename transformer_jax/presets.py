@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from transformer_jax.config import (
@@ -242,18 +243,10 @@ def load_recipe(recipe: str) -> Config:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
+        config = _call_get_config(module, path, name)
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: {error.msg}") from error
-    get_config = getattr(module, "get_config", None)
-    if not callable(get_config):
-        raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")
-    if name and not inspect.signature(get_config).parameters:
-        raise UserError(f"{path} has only one recipe. Remove {':' + name!r}")
-    if not name and not _callable_without_arguments(get_config):
-        raise UserError(f"{path} has several recipes. Pass {path}:NAME")
-    try:
-        config = get_config(name) if name else get_config()
-    except TypeError as error:
+    except TypeError as error:  # of the constructor of a section, at the top level of the file or in a function
         old = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         new = [fields[old[1]] for fields in RENAMED_FIELDS.values() if old[1] in fields] if old else []
         if not old or not new:
@@ -262,6 +255,18 @@ def load_recipe(recipe: str) -> Config:
     if not isinstance(config, Config):
         raise UserError(f"{path}: get_config() returned {type(config).__name__}; it must return a Config")
     return config
+
+
+def _call_get_config(module: ModuleType, path: str, name: str) -> object:
+    """Return what the function `get_config` of a recipe file returns."""
+    get_config = getattr(module, "get_config", None)
+    if not callable(get_config):
+        raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")
+    if name and not inspect.signature(get_config).parameters:
+        raise UserError(f"{path} has only one recipe. Remove {':' + name!r}")
+    if not name and not _callable_without_arguments(get_config):
+        raise UserError(f"{path} has several recipes. Pass {path}:NAME")
+    return get_config(name) if name else get_config()
 
 
 def _callable_without_arguments(function: Callable[..., Any]) -> bool:
