@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -566,6 +567,15 @@ class Config:
             ),
         ):
             require(is_legal, message, *(getattr(self, item.name) for item in dataclasses.fields(Config)))
+
+    def with_changes(self, **sections: Mapping[str, object]) -> Self:
+        """Return a copy with other values of some fields, by section.
+
+        >>> Config().with_changes(model={"d_ff": 1024}, training={"num_steps": 500}).model.d_ff
+        1024
+        """
+        changed = {name: dataclasses.replace(getattr(self, name), **changes) for name, changes in sections.items()}
+        return dataclasses.replace(self, **changed)
 
     def to_json(self) -> str:
         """Return all fields as indented JSON."""

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -273,14 +274,21 @@ def test_the_oracle_s_beam_search_finds_the_best_of_all_lines(penalty, optional_
     np.testing.assert_allclose(score, lines[tuple(tokens)], rtol=1e-12)
 
 
-def test_the_command_compares_a_state_dict(peers, tmp_path):
+def test_the_command_compares_a_state_dict(peers, tmp_path, caplog):
     from transformer_jax.interop.tensor_files import save_torch
     from transformer_jax.interop.torch_format import torch_from_params
 
     config, params, oracle = pair(peers, "torch")
     save_torch(tmp_path / "model.pt", torch_from_params(params, config))
-    with pytest.raises(UserError, match=r"model\.pt: a state dict does not store its configuration.* --config"):
+    with pytest.raises(UserError, match=r"model\.pt: the tensors show .* cannot show num_heads, .*with --config"):
         compare("torch", tmp_path / "model.pt")
+    caplog.set_level("INFO")
+    names = ("num_heads", "decoder_num_heads", "source_bos", "norm_position", "activation", "scale_embeddings")
+    hidden = {name: getattr(config, name) for name in (*names, "norm_epsilon", "position_offset", "decoder_start")}
+    found = compare("torch", tmp_path / "model.pt", **hidden)
+    assert found.ok, render(found)
+    assert "model.pt: configuration proposed from the tensors: vocab_size=17, source_vocab_size=19" in caplog.text
+    assert re.search(r"stated or assumed: .*position_exponent='paper'.*, pad_id=0, bos_id=1, eos_id=2", caplog.text)
     (tmp_path / "config.json").write_text(
         Config(model=config, tokenizer=TokenizerConfig(joint=False), data=DataConfig(max_length=30)).to_json()
     )

@@ -19,17 +19,13 @@ from transformer_jax.interop.exchange import OWN_TOKENIZER, Imported
 from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.mapping import check_mapping, read_mapping
 from transformer_jax.interop.marian_format import read_marian, write_marian
-from transformer_jax.interop.proposal import propose_config
+from transformer_jax.interop.proposal import propose_config, propose_standard_config
 from transformer_jax.interop.tables import Table, flatten, from_foreign, in_dtype, unflatten
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import (
-    ANNOTATED_CONVENTIONS,
-    TABLE,
-    annotated_layout,
     check_position_tables,
     params_from_annotated,
     params_from_torch,
-    standard_torch_names,
     torch_from_params,
 )
 from transformer_jax.model.transformer import abstract_params
@@ -230,7 +226,7 @@ def _read_state_dict(
     tensors, origin = read_tensors(path), str(path)
     table = read_mapping(mapping) if mapping else None
     if config is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **stated))
+        config = config.with_changes(model=stated)
         if source == "annotated" and not config.model.source_bos and "source_bos" not in stated:
             logger.warning(
                 "%s: the configuration has model.source_bos=False. annotated-transformer's own batches and the "
@@ -238,14 +234,9 @@ def _read_state_dict(
                 origin,
             )
     elif table is not None:
-        defaults: dict[str, Any] = {"norm_epsilon": 1e-5, **stated}
-        config = propose_config(tensors, table, tokenizers, defaults, origin, is_mapping=True)
-    elif source == "torch":
-        defaults = {"norm_epsilon": 1e-5, "norm_variant": "standard", **stated}
-        config = propose_config(standard_torch_names(tensors, origin), TABLE, tokenizers, defaults, origin)
-    elif source == "annotated":
-        defaults = {**ANNOTATED_CONVENTIONS, "norm_epsilon": 1e-6, **stated}
-        config = propose_config(tensors, annotated_layout(tensors), tokenizers, defaults, origin)
+        config = propose_config(tensors, table, tokenizers, {"norm_epsilon": 1e-5, **stated}, origin, is_mapping=True)
+    elif source in ("torch", "annotated"):
+        config = propose_standard_config(tensors, source, tokenizers, stated, origin)
     else:
         raise UserError(
             f"{path}: the format {source} stores no configuration. Pass a recipe or config.json with --config"

@@ -16,6 +16,12 @@ from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerCon
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.exchange import Tying, identify_positions
 from transformer_jax.interop.tables import Table, Tensors
+from transformer_jax.interop.torch_format import (
+    ANNOTATED_CONVENTIONS,
+    TABLE,
+    annotated_layout,
+    standard_torch_names,
+)
 from transformer_jax.types import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +40,15 @@ INVISIBLE = {
 ASSUMED = ("norm_epsilon", "position_exponent", "position_offset", "decoder_start", "source_eos")
 """Fields of `ModelConfig` that tensors cannot show and that take a usual value unless the user states another."""
 
+SPECIAL_IDS = ("pad_id", "bos_id", "eos_id", "unk_id")
+"""Fields of `ModelConfig` that the tokenizers state."""
+
 
 def propose_config(
     tensors: Tensors,
     table: Table,
-    tokenizers: TokenizerPair,
-    stated: Mapping[str, Any],
+    tokenizers: TokenizerPair | None,
+    stated: Mapping[str, object],
     origin: str,
     is_mapping: bool = False,
 ) -> Config:
@@ -48,7 +57,7 @@ def propose_config(
     Args:
         tensors: Tensors of the state dict.
         table: Table of its format.
-        tokenizers: Tokenizers of the model. They state the special ids.
+        tokenizers: Tokenizers of the model, which state the special ids. None assumes the ids of this package.
         stated: Fields of `ModelConfig` that the user or the format states.
         origin: Where the tensors come from, for errors.
         is_mapping: Whether the table is a mapping file, which decides by itself what is tied and what has biases.
@@ -65,7 +74,7 @@ def propose_config(
             f"{origin}: the tensors show {shown}, but they cannot show {', '.join(missing)}. State {flags}. "
             "Or pass a complete configuration with --config"
         )
-    ids = {name: getattr(tokenizers.source, name) for name in ("pad_id", "bos_id", "eos_id", "unk_id")}
+    ids = {name: getattr(tokenizers.source, name) for name in SPECIAL_IDS} if tokenizers else {}
     ids = {name: ids["pad_id"] if value is None else value for name, value in ids.items()}
     model = ModelConfig(**{**ids, **visible, **stated})
     changes = ", ".join(
@@ -74,13 +83,28 @@ def propose_config(
         if getattr(model, field.name) != field.default
     )
     logger.info("%s: configuration proposed from the tensors: %s", origin, changes)
-    hidden = ", ".join(f"{name}={getattr(model, name)!r}" for name in (*INVISIBLE, *ASSUMED) if name not in visible)
+    invisible = (*INVISIBLE, *ASSUMED, *(() if tokenizers else SPECIAL_IDS))
+    hidden = ", ".join(f"{name}={getattr(model, name)!r}" for name in invisible if name not in visible)
     logger.info("%s: the tensors do not show these fields, which are stated or assumed: %s", origin, hidden)
     return Config(
         model=model,
         data=DataConfig(max_length=min(256, model.max_length - model.position_offset)),
-        tokenizer=TokenizerConfig(kind=tokenizers.source.kind, joint=tokenizers.joint),
+        tokenizer=TokenizerConfig(kind=tokenizers.source.kind, joint=tokenizers.joint)
+        if tokenizers
+        else TokenizerConfig(joint=model.tie_embeddings == "all"),
     )
+
+
+def propose_standard_config(
+    tensors: Tensors, source: str, tokenizers: TokenizerPair | None, stated: Mapping[str, object], origin: str
+) -> Config:
+    """Return a configuration for a state dict of the format torch or annotated, as `propose_config` does."""
+    if source == "torch":
+        usual: dict[str, object] = {"norm_epsilon": 1e-5, "norm_variant": "standard"}
+        tensors, table = standard_torch_names(tensors, origin), TABLE
+    else:
+        usual, table = {**ANNOTATED_CONVENTIONS, "norm_epsilon": 1e-6}, annotated_layout(tensors)
+    return propose_config(tensors, table, tokenizers, {**usual, **stated}, origin)
 
 
 def visible_fields(tensors: Tensors, table: Table, origin: str, is_mapping: bool = False) -> dict[str, Any]:

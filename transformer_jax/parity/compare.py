@@ -15,6 +15,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TrainingConfig
 from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.marian_weights import in_halves
+from transformer_jax.interop.proposal import propose_standard_config
 from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_annotated, params_from_torch
@@ -55,6 +56,7 @@ def compare(
     path: str | Path | None = None,
     config: str | Path | Config | None = None,
     dtype: str = "float32",
+    **model_fields: object,
 ) -> ParityReport:
     """Compare this package's model with another implementation, both with equal weights.
 
@@ -62,9 +64,12 @@ def compare(
         against: Other side: torch, annotated, fairseq or marian.
         path: A run, or a state dict (torch, annotated), a checkpoint (fairseq) or a folder (marian). None compares
             random weights.
-        config: A recipe or a config.json for a state dict or for random weights. None takes a small model with the
-            conventions of the other side.
+        config: A recipe or a config.json for a state dict or for random weights. None proposes a configuration from the
+            tensors of the state dict, and for random weights takes a small model with the conventions of the other
+            side.
         dtype: Dtype of both sides, float32 or float64.
+        **model_fields: Fields of `ModelConfig` that a state dict does not show, such as `num_heads=8`. They override
+            `config`.
 
     Raises:
         UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the
@@ -82,10 +87,10 @@ def compare(
         config = load_recipe(str(config))
     folder, notes = None, list[str]()
     if path is None:
-        config = config or Config(model=PEERS[against].default)
+        config = (config or Config(model=PEERS[against].default)).with_changes(model=model_fields)
         params = random_params(config.model)
     else:
-        config, params = _load(against, Path(path), config)
+        config, params = _load(against, Path(path), config, model_fields)
         folder = Path(path) if against == "marian" and not _is_run(Path(path)) else None
     model = config.model
     if against == "marian" and model.positions == "interleaved":
@@ -99,12 +104,14 @@ def compare(
     return dataclasses.replace(report, notes=(*notes, *report.notes))
 
 
-def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Params]:
+def _load(against: str, path: Path, config: Config | None, model_fields: Mapping[str, object]) -> tuple[Config, Params]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
     if _is_run(path) or against in ("fairseq", "marian"):
-        if config is not None:
-            raise UserError(f"{path} stores the configuration of its model. Leave out --config")
+        useless = ["--config"] if config is not None else []
+        useless += [f"--{name.replace('_', '-')}" for name in model_fields]
+        if useless:
+            raise UserError(f"{path} stores the configuration of its model. Leave out {', '.join(useless)}")
         if not _is_run(path):
             from transformer_jax.interop.marian_format import read_marian
 
@@ -117,13 +124,13 @@ def _load(against: str, path: Path, config: Config | None) -> tuple[Config, Para
     sibling = (path if path.is_dir() else path.parent) / "config.json"
     if config is None and sibling.is_file():
         config = load_config(sibling)
+    tensors = read_tensors(path)
     if config is None:
-        raise UserError(
-            f"{path}: a state dict does not store its configuration. Pass a recipe or a config.json with --config, for "
-            "example of an imported run"
-        )
+        config = propose_standard_config(tensors, against, None, model_fields, str(path))
+    else:
+        config = config.with_changes(model=model_fields)
     read = params_from_torch if against == "torch" else params_from_annotated
-    return config, read(read_tensors(path), config.model, str(path))
+    return config, read(tensors, config.model, str(path))
 
 
 def _is_run(path: Path) -> bool:
