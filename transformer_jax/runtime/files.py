@@ -9,7 +9,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ try:
     import fcntl
 except ImportError:  # Windows, where nothing prevents two processes from writing the same folder
     fcntl = None  # type: ignore[assignment]  # the module or None, which mypy cannot express
+
+JsonObject = dict[str, Any]
+"""A JSON object as Python reads it. `read_json` checks that there is one; whoever reads a field checks its value."""
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -33,27 +36,46 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, errors: str = "strict") -> str:
     """Return the text of a UTF-8 file.
 
     Raises:
-        UserError: The file is missing, is a folder, cannot be read, or is not UTF-8.
+        UserError: The file is missing, is a folder, cannot be read, or is not UTF-8 and `errors` is "strict".
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # UnicodeDecodeError; a null byte in the path
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a UTF-8 file.
 
     Raises:
         UserError: The file cannot be read, is not JSON, or holds a JSON value that is not an object.
     """
-    text = read_text(path)
+    return _parse_object(read_text(path), path)
+
+
+def read_json_lines(path: Path) -> list[JsonObject]:
+    """Return the JSON objects of a file with one object per line, and skip lines that are truncated or damaged.
+
+    A missing file has no lines.
+
+    Raises:
+        UserError: The file exists and cannot be read.
+    """
+    rows: list[JsonObject] = []
+    text = read_text(path, errors="replace") if path.exists() else ""
+    for line in text.split("\n"):  # not splitlines(): a JSON string may contain other line separators
+        with suppress(UserError):
+            rows.append(_parse_object(line, path))
+    return rows
+
+
+def _parse_object(text: str, path: Path) -> JsonObject:
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -63,32 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file with one object per line, and skip lines that are truncated or damaged.
-
-    A missing file has no lines.
-
-    Raises:
-        UserError: The file exists and cannot be read.
-    """
-    rows = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    for line in text.split("\n"):  # not splitlines(): a JSON string may contain other line separators
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def to_json(tree: Any, indent: int | None = None) -> str:
+def to_json(tree: object, indent: int | None = None) -> str:
     """Return a tree of dicts, lists and scalars as JSON, on one line unless `indent` is given.
 
     Numbers that are not finite become null, because JSON has no notation for them.
@@ -101,7 +98,7 @@ def to_json(tree: Any, indent: int | None = None) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _finite(tree: Any) -> Any:
+def _finite(tree: object) -> object:
     if isinstance(tree, dict):
         return {name: _finite(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -118,7 +115,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         UserError: The file cannot be written. The old text is then unchanged.
     """
-    try:
+    with _write_errors(path):
         if _is_stdout(path):
             sys.stdout.flush()
             _write(os.dup(1), text)  # continues where standard output is
@@ -129,8 +126,6 @@ def write_atomically(path: Path, text: str) -> None:
             temporary = final.with_name(final.name + ".tmp")
             _write(temporary, text)
             temporary.replace(final)
-    except OSError as error:
-        raise _write_error(path, error) from error
 
 
 def check_writable(path: Path) -> None:
@@ -206,8 +201,7 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             exists is then unchanged. Of the block's own errors, only those of the yielded folder's disk become
             a UserError.
     """
-    final = path.resolve()
-    unfinished = unfinished_dir(final)
+    final, unfinished = path.resolve(), unfinished_dir(path)
     old = final.with_name(f".{final.name}.old")
     with ExitStack() as claim:
         with _write_errors(path):
@@ -215,7 +209,10 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             claim.enter_context(_claimed(unfinished, path))
             if old.exists() and not final.exists():  # an earlier process was killed between the two renames below
                 old.rename(final)
-            _check_free(final, path, replace=replace)
+            if final.exists() and not final.is_dir():
+                raise UserError(f"{path}: exists and is not a folder; choose another output")
+            if not replace and final.exists() and any(final.iterdir()):
+                raise UserError(f"{path}: exists already; choose another output")
         try:
             yield unfinished
         except OSError as error:
@@ -250,6 +247,12 @@ def _write_errors(path: Path) -> Iterator[None]:
         raise _write_error(path, error) from error
 
 
+def _write_error(path: Path, error: OSError) -> UserError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    fix = ". Free disk space and run the command again" if is_full else ""
+    return UserError(f"{path}: cannot be written: {error.strerror or error}{fix}")
+
+
 def _concerns(error: OSError, folder: Path) -> bool:
     """Return whether an error names a file in the folder, or no file."""
     if not isinstance(error.filename, str | bytes):
@@ -257,24 +260,13 @@ def _concerns(error: OSError, folder: Path) -> bool:
     return Path(os.fsdecode(error.filename)).resolve().is_relative_to(folder)
 
 
-def _write_error(path: Path, error: OSError) -> UserError:
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    fix = ". Free disk space and run the command again" if is_full else ""
-    return UserError(f"{path}: cannot be written: {error.strerror or error}{fix}")
-
-
-def _check_free(final: Path, path: Path, *, replace: bool) -> None:
-    if final.exists() and not final.is_dir():
-        raise UserError(f"{path}: exists and is not a folder; choose another output")
-    if not replace and final.exists() and any(final.iterdir()):
-        raise UserError(f"{path}: exists already; choose another output")
-
-
 @contextmanager
 def _claimed(folder: Path, path: Path) -> Iterator[None]:
     """Create an empty folder and hold an exclusive lock on it. Delete the folder if it still exists at the end."""
-    handle = _claim(folder, path)
+    handle = _lock_folder(folder, path)
     try:
+        for entry in folder.iterdir():  # left by a process that was killed
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         yield
     finally:
         if handle is None or _is_same(handle, folder):  # otherwise it was renamed
@@ -283,29 +275,22 @@ def _claimed(folder: Path, path: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _claim(folder: Path, path: Path) -> int | None:
-    """Return the file descriptor that holds the lock, or None where the system has no such locks."""
-    folder.mkdir(exist_ok=True)
-    handle = None
-    while fcntl is not None:
+def _lock_folder(folder: Path, path: Path) -> int | None:
+    """Create a folder. Return the file descriptor that holds its lock, or None where folders cannot be locked."""
+    while True:
+        folder.mkdir(exist_ok=True)
         try:
             handle = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # the other process has just finished and renamed the folder
-            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:  # another process has just finished and renamed the folder
             continue
-        except OSError:  # the folder cannot be opened, so it cannot be locked
-            break
+        except OSError:  # Windows does not open folders
+            return None
         if not try_lock(handle):
             os.close(handle)
             raise FolderInUseError(f"{path}: another process is writing it; choose another output")
         if _is_same(handle, folder):
-            break
+            return handle
         os.close(handle)
-        handle = None
-        folder.mkdir(exist_ok=True)
-    for entry in folder.iterdir():  # left by a process that was killed
-        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    return handle
 
 
 def _is_same(handle: int, folder: Path) -> bool:
