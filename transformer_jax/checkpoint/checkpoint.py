@@ -8,27 +8,27 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
+from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers
 
-from transformer_jax.checkpoint.manifest import (
-    MANIFEST,
-    Checksum,
-    DamagedFileError,
-    read_manifest,
-    verify,
-    write_manifest,
-    write_verified,
-)
+from transformer_jax.checkpoint.manifest import MANIFEST, read_verified, verify, write_checksums, write_verified
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
-from transformer_jax.runtime.files import atomic_dir, read_json, to_json, unfinished_dir
+from transformer_jax.runtime.files import JsonObject, atomic_dir, read_json, to_json, unfinished_dir
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
+
+State = TypeVar("State")
+
+Figures = Mapping[str, float | None]
+"""What a validation found, by name. None stands for a value that is not finite."""
 
 METRICS = "metrics/metrics"
 """File of a checkpoint's metrics, relative to the checkpoint."""
@@ -41,10 +41,20 @@ _HISTORY_FILE = f"{_HISTORY}/metadata"
 class ValidationHistory:
     """The validations of a run up to a checkpoint, which decide when early stopping ends the run."""
 
-    figures: tuple[Mapping[str, float | None], ...] = ()
-    """One mapping per validation. None stands for a value that is not finite."""
+    figures: tuple[Figures, ...] = ()
+    """One mapping per validation."""
     is_pending: bool = False
     """Whether the validation of the checkpoint's own step was cut short: resuming starts with it."""
+
+    def to_tree(self) -> JsonObject:
+        """Return the history as a checkpoint stores it."""
+        tree: JsonObject = json.loads(to_json(asdict(self)))
+        return tree
+
+    @classmethod
+    def from_tree(cls, tree: JsonObject) -> "ValidationHistory":
+        """Return the history that `to_tree` turned into JSON."""
+        return cls(tuple(dict(row) for row in tree["figures"]), bool(tree["is_pending"]))
 
 
 class Checkpoints:
@@ -63,20 +73,14 @@ class Checkpoints:
             best_by: Metric by which a checkpoint is the best.
             keep_every: Checkpoints at multiples of this number of steps are kept. 0 disables this.
         """
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(keep),
-                *([checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []),
-                checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: selection_score(metrics, best_by),
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
-        )
+        score = partial(selection_score, best_by=best_by)
+        best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
+        multiples = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
-            best_fn=lambda metrics: selection_score(metrics, best_by),  # Orbax writes metrics only with this option
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
+                [checkpoint_managers.LatestN(keep), *multiples, best]
+            ),
+            best_fn=score,  # Orbax writes metrics only with this option
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
@@ -89,25 +93,21 @@ class Checkpoints:
             self._resources = stack.pop_all()
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None = None,
-        history: ValidationHistory = ValidationHistory(),
+        self, step: int, state: PyTree, figures: Figures | None = None, history: ValidationHistory = ValidationHistory()
     ) -> None:
         """Start to write `state`. The checkpoint is complete after `wait` or the next call.
 
-        An existing step is kept, except that metrics and history replace those of a pending validation.
+        An existing step is kept, except that figures and history replace those of a pending validation.
 
         Raises:
             UserError: The disk has no space for the checkpoint, or the previous one could not be written.
         """
-        item = json.loads(to_json({"figures": list(history.figures), "is_pending": history.is_pending}))
+        metrics, item = dict(figures or {}), history.to_tree()
         if step in self._manager.all_steps():
             self.wait()
             stored = read_history(self._run, step)
             if stored is not None and stored.is_pending and not history.is_pending:
-                self._replace_history(step, metrics or {}, item)
+                self._replace_history(step, {METRICS: json.dumps(metrics), _HISTORY_FILE: json.dumps(item)})
             return
         needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
         if is_main_process() and free < needed:
@@ -119,12 +119,11 @@ class Checkpoints:
         with self._write_errors():
             self._manager.wait_until_finished()
             self._saving = step
-            self._manager.save(step, args=args, metrics=dict(metrics or {}))
+            self._manager.save(step, args=args, metrics=metrics)
 
-    def _replace_history(self, step: int, metrics: Mapping[str, Any], item: Mapping[str, Any]) -> None:
+    def _replace_history(self, step: int, texts: Mapping[str, str]) -> None:
+        # Orbax writes these files with the same texts. The history is last, because it ends the validation.
         self._saving = step
-        # Written as Orbax writes them. The history is last, because it ends the validation.
-        texts = {METRICS: json.dumps(dict(metrics)), _HISTORY_FILE: json.dumps(item)}
         with self._write_errors():
             on_main_process(write_verified)(self._run.checkpoints / str(step), texts)
             self._manager.reload()
@@ -147,11 +146,12 @@ class Checkpoints:
         """Return the step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def restore(self, step: int, abstract_state: State) -> State:
         """Return the state of a step, bit for bit, with the shardings of `abstract_state`."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         with _orbax_errors(self._run.checkpoints / str(step)):
-            return self._manager.restore(step, args=args)["state"]
+            state: State = self._manager.restore(step, args=args)["state"]
+        return state
 
     def _write_manifest(self) -> None:
         # Orbax calls this when the files are written and their folder does not yet have its final name.
@@ -175,18 +175,17 @@ class Checkpoints:
         return f"{last}: free disk space if it is full, and run the same command again to resume"
 
 
-def _size(state: Any) -> int:
+def _size(state: PyTree) -> int:
     """Estimate the bytes on disk: the arrays, and a little for Orbax's metadata."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20
 
 
 def write_checkpoint_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint: every file in its subfolders. Files next to it are Orbax's notes."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.glob("*/**/*")) if path.is_file()}
-    write_manifest(folder, {name: [Checksum.of_file(path)] for name, path in files.items()})
+    write_checksums(folder, folder.glob("*/**/*"))
 
 
-def selection_score(metrics: Any, best_by: str) -> float:
+def selection_score(metrics: Figures, best_by: str) -> float:
     """Return the metric `training.best_by` with the sign for which higher is better, or -inf if it is missing."""
     value = metrics.get(best_by)
     if value is None or math.isnan(value):
@@ -201,25 +200,17 @@ def read_history(run: RunDir, step: int) -> ValidationHistory | None:
         DamagedFileError: The file differs from the checkpoint's manifest.
         UserError: The file does not hold validations.
     """
-    checkpoint, name = run.checkpoints / str(step), _HISTORY_FILE
-    if (checkpoint / MANIFEST).exists() and name in read_manifest(checkpoint):
-        verify(checkpoint, [name])
-    elif not (checkpoint / name).exists():
-        return None
-    try:
-        item = read_json(checkpoint / name)
-        return ValidationHistory(tuple(dict(row) for row in item["figures"]), bool(item["is_pending"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint / name}: not the validations of a run: {first_line(error)}") from error
+    checkpoint = run.checkpoints / str(step)
+    return read_verified(checkpoint, _HISTORY_FILE, ValidationHistory.from_tree, "the validations of a run")
 
 
-def checkpoint_steps(run: RunDir) -> list[int]:
-    """Return the steps of the complete checkpoints in ascending order."""
+def checkpoint_steps(run: RunDir, *, complete: bool = True) -> list[int]:
+    """Return the steps of the complete checkpoints in ascending order, or of all of them."""
     if not run.checkpoints.is_dir():
         return []
     folders = [path for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
-    has_manifests = run.format() > 0
-    return sorted(int(path.name) for path in folders if not has_manifests or (path / MANIFEST).is_file())
+    needs_manifest = complete and run.format() > 0
+    return sorted(int(path.name) for path in folders if not needs_manifest or (path / MANIFEST).is_file())
 
 
 def written_at(run: RunDir, step: int) -> float:
@@ -241,8 +232,7 @@ def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> 
     if which == "average":
         if not (run.average / "state").is_dir():
             raise UserError(f"{run.path} has no averaged checkpoint: make one with `average {run.path} --last 5`")
-        if run.format() > 0 and not (run.average / MANIFEST).exists():
-            raise DamagedFileError(f"{run.average} is damaged: it has no {MANIFEST}")
+        run.has_manifest(run.average)
         return run.average
     steps = checkpoint_steps(run)
     if not steps:
@@ -260,25 +250,16 @@ def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> 
 
 
 def _best_step(run: RunDir, steps: Sequence[int], best_by: str) -> int:
-    scores = {step: _stored_score(run.checkpoints / str(step), best_by) for step in steps}
+    def stored_score(step: int) -> float:
+        score = partial(selection_score, best_by=best_by)
+        found = read_verified(run.checkpoints / str(step), METRICS, score, "the metrics of a checkpoint")
+        return float("-inf") if found is None else found
+
+    scores = {step: stored_score(step) for step in steps}
     best = max(steps, key=lambda step: (scores[step], step))
     if scores[best] == float("-inf"):
         raise UserError(f"{run.path} has no best checkpoint: no checkpoint there has a {best_by}; use 'last'")
     return best
-
-
-def _stored_score(checkpoint: Path, best_by: str) -> float:
-    file = checkpoint / METRICS
-    if (checkpoint / MANIFEST).exists():  # checkpoints of format 0 have none
-        if METRICS not in read_manifest(checkpoint):
-            return float("-inf")
-        verify(checkpoint, [METRICS])
-    elif not file.exists():
-        return float("-inf")
-    try:
-        return float(selection_score(read_json(file), best_by))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{file}: not the metrics of a checkpoint: {first_line(error)}") from error
 
 
 def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Sequence[str]] = EVAL_PARAMS) -> Params:
@@ -314,23 +295,21 @@ def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Se
         return _subtree(checkpointer.restore(folder, args=args), path)
 
 
-def _subtree(tree: Any, path: Sequence[str]) -> Any:
+def _subtree(tree: PyTree, path: Sequence[str]) -> PyTree:
     """Return the part of a nested dict at a path, or None."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
-def _check_shapes(stored: Any, expected: Any, checkpoint: Path) -> None:
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "shape"))[0]
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-    have, want = shapes(stored), shapes(expected)
+def _check_shapes(stored: Params, expected: Params, checkpoint: Path) -> None:
+    have, want = (
+        {name: tuple(leaf.shape) for name, leaf in flatten_dict(tree, sep="/").items()} for tree in (stored, expected)
+    )
     problems = [f"{name} is missing" for name in want if name not in have]
     problems += [f"{name} is not part of the model" for name in have if name not in want]
     problems += [
-        f"{name} has shape {have[name]}, not {want[name]}" for name in want if have.get(name, want[name]) != want[name]
+        f"{name} has shape {have[name]}, not {shape}" for name, shape in want.items() if have.get(name, shape) != shape
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
@@ -376,7 +355,7 @@ def _orbax_path(folder: Path) -> Iterator[Path]:
     UTF-8. A folder below such a path is opened through a symbolic link in a temporary folder.
     """
     absolute = folder.absolute()
-    text = "/" + absolute.as_posix().lstrip("/") if absolute.as_posix().startswith("/") else absolute.as_posix()
+    text = re.sub("^/+", "/", absolute.as_posix())
     logger = logging.getLogger("absl")  # Orbax comments on each step of saving and restoring
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -4,12 +4,14 @@ Orbax and JSON readers accept many flipped bits without an error, so files are c
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
-from transformer_jax.runtime.files import file_sha256, read_json, to_json, write_atomically
-from transformer_jax.types import UserError
+from transformer_jax.runtime.files import JsonObject, file_sha256, read_json, to_json, write_atomically
+from transformer_jax.types import UserError, first_line
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 
@@ -46,14 +48,16 @@ def write_manifest(folder: Path, files: Manifest) -> None:
     write_atomically(folder / MANIFEST, to_json({"files": tree}, indent=1) + "\n")
 
 
+def write_checksums(folder: Path, paths: Iterable[Path]) -> None:
+    """Write a manifest with the checksums of files in a folder as they are. Paths that are no files are left out."""
+    files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    write_manifest(folder, {name: [Checksum.of_file(path)] for name, path in sorted(files.items())})
+
+
 def write_verified(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files of a folder, in the given order, and record their checksums in its manifest.
+    """Write files of a folder, given as name and text, in this order, and record their checksums in its manifest.
 
     A process that ends at any moment leaves a folder whose files agree with its manifest.
-
-    Args:
-        folder: The folder. Its manifest is created if it does not exist.
-        texts: The content of each file, by its name in the folder.
 
     Raises:
         DamagedFileError: The manifest is damaged.
@@ -80,22 +84,18 @@ def read_manifest(folder: Path) -> dict[str, list[Checksum]]:
     if not path.exists():
         raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}")
     try:
-        return {str(name): _accepted(entry) for name, entry in read_json(path)["files"].items()}
+        entries = read_json(path)["files"].items()
+        # Layout 1 has one checksum for each file.
+        lists = {str(name): [entry] if isinstance(entry, dict) else entry for name, entry in entries}
+        return {name: [Checksum(int(one["bytes"]), str(one["sha256"])) for one in ones] for name, ones in lists.items()}
     except (UserError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedFileError(f"{folder} is damaged: {MANIFEST} is not readable") from error
 
 
-def _accepted(entry: Any) -> list[Checksum]:
-    entries = [entry] if isinstance(entry, dict) else entry  # format 1 has one checksum for each file
-    return [Checksum(int(one["bytes"]), str(one["sha256"])) for one in entries]
-
-
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files of a folder with its manifest.
+    """Compare the named files of a folder with its manifest, or every file that the manifest lists.
 
-    Args:
-        folder: Folder with a manifest. Names in the manifest that lead out of the folder are never opened.
-        names: Files to compare. None compares every file in the manifest.
+    Names that lead out of the folder are never opened.
 
     Raises:
         DamagedFileError: The manifest is missing or damaged, or a file is missing or differs from the manifest.
@@ -115,3 +115,32 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
             raise DamagedFileError(
                 f"{folder} is damaged: {name} does not hold what was written (its SHA-256 differs). Restore the file"
             )
+
+
+def read_verified(folder: Path, name: str, parse: Callable[[JsonObject], T], content: str) -> T | None:
+    """Compare a JSON file with the manifest of its folder, if there is one, and return what `parse` makes of it.
+
+    Args:
+        folder: Folder of the file.
+        name: Name of the file in the folder and in the manifest.
+        parse: Called with the JSON object.
+        content: What the file should hold, for the error message.
+
+    Returns:
+        None if the manifest does not list the file, or if there are neither a manifest nor the file.
+
+    Raises:
+        DamagedFileError: The file differs from the manifest.
+        UserError: The file is not a JSON object, or `parse` fails.
+    """
+    if (folder / MANIFEST).exists():
+        if name not in read_manifest(folder):
+            return None
+        verify(folder, [name])
+    elif not (folder / name).exists():
+        return None
+    tree = read_json(folder / name)
+    try:
+        return parse(tree)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder / name}: not {content}: {first_line(error)}") from error

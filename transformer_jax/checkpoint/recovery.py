@@ -1,7 +1,6 @@
 """Resume from the newest checkpoint whose files are the files that were written."""
 
 import itertools
-import logging
 import shutil
 import warnings
 from pathlib import Path
@@ -10,8 +9,6 @@ from transformer_jax.checkpoint.checkpoint import METRICS, checkpoint_steps, wri
 from transformer_jax.checkpoint.manifest import MANIFEST, DamagedFileError, read_manifest, verify
 from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
 from transformer_jax.types import UserError
-
-logger = logging.getLogger(__name__)
 
 
 def recover(run: RunDir, *, strict: bool = False) -> list[int]:
@@ -33,40 +30,31 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
     """
     if run.config_file.exists() and run.format() < FORMAT:
         _upgrade(run)
-    entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    folders = sorted((path for path in entries if path.name.isdecimal() and path.is_dir()), key=lambda p: int(p.name))
     is_newest = True
-    for folder in reversed(folders):
+    for step in reversed(checkpoint_steps(run, complete=False)):
+        folder = run.checkpoints / str(step)
         if not is_newest and not (folder / MANIFEST).exists():
-            logger.debug("deleting the rest of %s", folder)
             shutil.rmtree(folder, ignore_errors=True)
             continue
         try:
-            verify(folder, None if is_newest else _metrics_of(folder))
+            verify(folder, None if is_newest else {METRICS} & read_manifest(folder).keys())
             is_newest = False
         except DamagedFileError as error:
-            steps = checkpoint_steps(run)
-            others = [step for step in steps if step < int(folder.name)] if is_newest else steps
-            if not others or (strict and is_newest):
+            has_other = not is_newest or any(other < step for other in checkpoint_steps(run))
+            if not has_other or (strict and is_newest):
                 fix = "without --strict, training resumes from an undamaged checkpoint"
-                fix = fix if others else "there is no earlier checkpoint. Start again with another --workdir"
+                fix = fix if has_other else "there is no earlier checkpoint. Start again with another --workdir"
                 raise UserError(f"{error}; {fix}") from error
-            place = _move_aside(folder, run.damaged)
-            warnings.warn(f"{error}. It was moved to {place}", stacklevel=2)
+            warnings.warn(f"{error}. It was moved to {_move_aside(folder, run.damaged)}", stacklevel=2)
     return checkpoint_steps(run)
-
-
-def _metrics_of(folder: Path) -> list[str]:
-    return [METRICS] if METRICS in read_manifest(folder) else []
 
 
 def _upgrade(run: RunDir) -> None:
     """Give a run of an earlier format its missing manifests and the current format."""
-    folders = [run.checkpoints / str(step) for step in checkpoint_steps(run)] if run.format() == 0 else []
-    if run.format() == 0 and run.average.is_dir():
-        folders.append(run.average)
-    for folder in folders:
-        write_checkpoint_manifest(folder)
+    if run.format() == 0:
+        folders = [run.checkpoints / str(step) for step in checkpoint_steps(run)]
+        for folder in (*folders, *([run.average] if run.average.is_dir() else [])):
+            write_checkpoint_manifest(folder)
     run.load_config()  # raises for a configuration that is damaged or of a later version
     run.seal()
     run.write(run.format_file.name, f"{FORMAT}\n")

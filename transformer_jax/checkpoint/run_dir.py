@@ -1,22 +1,4 @@
-"""Run folder: its layout, its manifest, and the lock of the process that writes it.
-
-RUN/config.json          resolved configuration
-RUN/format               version of this layout: 2 (1: manifests of checkpoints only; no file, 0: no manifests)
-RUN/manifest.json        checksums of config.json, format, data.sha256, imported.json, result.json and tokenizer/
-RUN/data.sha256          SHA-256 of the encoded training pairs; resuming requires the same pairs
-RUN/tokenizer/           vocabularies and merges
-RUN/checkpoints/STEP/    parameters, optimizer state, step, metrics, and a manifest of these files
-RUN/damaged/STEP/        checkpoint whose files differ from its manifest
-RUN/average/             averaged parameters, written by `average` or `training.average_last`, and their manifest
-RUN/metrics.jsonl        one JSON object per line: training rows with `loss`, validation rows with `valid_loss`
-RUN/samples.jsonl        translations of a few validation sentences
-RUN/result.json          scores on the test split, once the run is finished
-RUN/tensorboard/         the numbers of metrics.jsonl for TensorBoard
-RUN/diverged-STEP.json   report on a step whose loss or gradient was not finite
-RUN/cache/               encoded corpus; may be deleted
-RUN/imported.json        origin of the parameters, if they were imported
-RUN/lock                 locked by the process that writes the run
-"""
+"""The run folder: its files, its manifest, and the lock of the process that writes it."""
 
 import errno
 import os
@@ -26,42 +8,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformer_jax.checkpoint.manifest import (
     MANIFEST,
-    Checksum,
     DamagedFileError,
     read_manifest,
+    read_verified,
     verify,
+    write_checksums,
     write_manifest,
     write_verified,
 )
 from transformer_jax.config import Config
 from transformer_jax.presets import load_config
-from transformer_jax.runtime.files import read_json, read_json_lines, read_text, to_json, try_lock, write_atomically
+from transformer_jax.runtime.files import JsonObject, read_json_lines, read_text, to_json, try_lock, write_atomically
 from transformer_jax.types import UserError
 
 # Fields that may differ when a run is resumed, because they change no step that was already taken.
 MAY_CHANGE = frozenset(
-    f"training.{name}"
-    for name in (
-        *("num_steps", "log_every", "validate_every", "valid_sentences", "num_samples", "checkpoint_every"),
-        *("checkpoint_seconds", "keep_checkpoints", "keep_every", "best_by", "patience", "average_last", "accumulate"),
-        *("mesh_data", "mesh_fsdp", "mesh_tensor", "loss_chunk_mb", "dropout_generator", "on_divergence"),
-    )
-) | {
-    "data.directory",
-    "data.prefetch",
-    "data.valid",
-    "data.test",
-    "model.attention_kernel",
-    "model.remat",
-    "model.scan_layers",
-}
+    {"data.directory", "data.prefetch", "data.test", "data.valid"}
+    | {"model.attention_kernel", "model.remat", "model.scan_layers"}
+    | {"training.accumulate", "training.average_last", "training.best_by", "training.checkpoint_every"}
+    | {"training.checkpoint_seconds", "training.dropout_generator", "training.keep_checkpoints", "training.keep_every"}
+    | {"training.log_every", "training.loss_chunk_mb", "training.mesh_data", "training.mesh_fsdp"}
+    | {"training.mesh_tensor", "training.num_samples", "training.num_steps", "training.on_divergence"}
+    | {"training.patience", "training.valid_sentences", "training.validate_every"}
+)
 
 FORMAT = 2
-"""Version of the layout that new runs get. Runs of lower versions are upgraded when they are resumed."""
+"""Version of the layout that new runs get. Layout 1 has no manifest of the run, and layout 0 has no manifests at all.
+Runs of these layouts can be read, and are upgraded when they are resumed."""
 
 
 class _Entry:
@@ -76,25 +52,28 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run, its configuration, and its manifest. The module's docstring describes the entries."""
+    """Paths of a run, its configuration, and its manifest."""
 
     path: Path
 
-    config_file = _Entry("config.json")
-    format_file = _Entry("format")
-    data_sha256 = _Entry("data.sha256")
-    tokenizer = _Entry("tokenizer")
-    checkpoints = _Entry("checkpoints")
-    damaged = _Entry("damaged")
-    average = _Entry("average")
-    metrics = _Entry("metrics.jsonl")
-    samples = _Entry("samples.jsonl")
-    result = _Entry("result.json")
-    tensorboard = _Entry("tensorboard")
-    profile = _Entry("profile")
-    cache = _Entry("cache")
-    imported = _Entry("imported.json")
-    lock = _Entry("lock")
+    # Files that decide results. The run's manifest has their checksums, which `load_config` compares.
+    config_file = _Entry("config.json")  # resolved configuration
+    format_file = _Entry("format")  # version of the layout
+    data_sha256 = _Entry("data.sha256")  # of the encoded training pairs; resuming requires the same pairs
+    imported = _Entry("imported.json")  # origin of the parameters, if they were imported
+    tokenizer = _Entry("tokenizer")  # vocabularies and merges
+    result = _Entry("result.json")  # scores on the test split; compared when it is read, and computed again if damaged
+    # Folders with manifests of their own.
+    checkpoints = _Entry("checkpoints")  # STEP/ has parameters, optimizer state, step, metrics, validations
+    damaged = _Entry("damaged")  # checkpoints whose files differ from their manifests
+    average = _Entry("average")  # averaged parameters, written by `average` or `training.average_last`
+    # Files that decide nothing, next to diverged-STEP.json.
+    metrics = _Entry("metrics.jsonl")  # one object per line: training rows with `loss`, validations with `valid_loss`
+    samples = _Entry("samples.jsonl")  # translations of a few validation sentences
+    tensorboard = _Entry("tensorboard")  # the numbers of metrics.jsonl
+    profile = _Entry("profile")  # traces of a few steps
+    cache = _Entry("cache")  # encoded corpus; may be deleted
+    lock = _Entry("lock")  # locked by the process that writes the run
 
     def format(self) -> int:
         """Return the version of the folder's layout.
@@ -123,12 +102,21 @@ class RunDir:
                 f"{self.path} has the layout {self.format()} of a later version of transformer_jax; this version reads "
                 f"layouts up to {FORMAT}. Upgrade transformer_jax"
             )
-        # result.json is compared when it is read, because it can be computed again.
-        if (self.path / MANIFEST).exists():
+        if self.has_manifest(self.path):
             verify(self.path, [name for name in read_manifest(self.path) if name != self.result.name])
-        elif self.format() > 1:
-            raise DamagedFileError(f"{self.path} is damaged: it has no {MANIFEST}")
         return load_config(self.config_file)
+
+    def has_manifest(self, folder: Path) -> bool:
+        """Return whether the run or a folder of it has a manifest, which earlier layouts lack.
+
+        Raises:
+            DamagedFileError: There is no manifest, and the run's layout requires one.
+        """
+        if (folder / MANIFEST).exists():
+            return True
+        if self.format() > (1 if folder == self.path else 0):
+            raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}")
+        return False
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the run and record its checksum. A kill at any moment leaves a valid run.
@@ -144,9 +132,7 @@ class RunDir:
         Call it once after writing the tokenizers of a new run. From then on `load_config` detects damaged files.
         """
         names = (self.config_file, self.format_file, self.data_sha256, self.imported, self.result)
-        files = [path for path in (*names, *sorted(self.tokenizer.glob("*"))) if path.is_file()]
-        checksums = {path.relative_to(self.path).as_posix(): [Checksum.of_file(path)] for path in files}
-        write_manifest(self.path, checksums)
+        write_checksums(self.path, (*names, *self.tokenizer.glob("*")))
 
     def write_config(self, config: Config) -> None:
         """Write `config.json`, which makes the folder a run."""
@@ -154,12 +140,10 @@ class RunDir:
             self.write(self.format_file.name, f"{FORMAT}\n")
         self.write(self.config_file.name, config.to_json())
 
-    def read_result(self) -> dict[str, Any]:
+    def read_result(self) -> JsonObject:
         """Return `result.json`, or an empty dict if it is missing or damaged, because it can be computed again."""
         try:
-            if self.format() > 1:
-                verify(self.path, [self.result.name])
-            return read_json(self.result)
+            return read_verified(self.path, self.result.name, dict, "a result") or {}
         except UserError:
             return {}
 
@@ -175,13 +159,9 @@ class RunDir:
             UserError: The folder cannot be created, or holds something other than a run.
         """
         if not self.config_file.exists() and self.path.exists():
-            # Files that an interrupted start may have left.
-            own = {self.lock.name} | {
-                name + suffix
-                for name in (self.format_file.name, self.config_file.name, MANIFEST)
-                for suffix in ("", ".tmp")
-            }
-            if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - own:
+            # Files that an interrupted start may have left, also with the ending .tmp.
+            own = {self.lock.name, self.format_file.name, self.config_file.name, MANIFEST}
+            if not self.path.is_dir() or {path.name.removesuffix(".tmp") for path in self.path.iterdir()} - own:
                 raise UserError(f"{self.path} exists and is not a run (no config.json): give another --workdir")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -237,9 +217,7 @@ def truncate_after(path: Path, last_step: int, *, drop_validation: bool = False)
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[bool]:
-    """Prevent other processes from writing the run while the context is open.
-
-    The lock is the operating system's, so it ends with the process.
+    """Prevent other processes from writing the run while the context is open. The lock ends with the process.
 
     Yields:
         Whether the run can be written. False on a read-only file system or without permission.

@@ -1,6 +1,5 @@
 """The training loop: resume, train, log, validate, save and stop."""
 
-import json
 import math
 import signal
 import time
@@ -35,7 +34,7 @@ from transformer_jax.runtime.distributed import (
     is_main_process,
     main_process_logger,
 )
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import read_json_lines
 from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.divergence import Divergence
 from transformer_jax.training.metrics import Evaluation, MetricsFetcher, MetricsWriter, Profile, Progress
@@ -326,18 +325,16 @@ def _earlier_validations(run: RunDir, best_by: str) -> ValidationHistory:
     A checkpoint holds them. For a checkpoint of an earlier version, they are the rows of `metrics.jsonl`.
     """
 
-    def read() -> dict[str, Any]:
+    def read() -> ValidationHistory:
         steps = checkpoint_steps(run)
         history = read_history(run, steps[-1]) if steps else ValidationHistory()
         if history is None:
             truncate_after(run.metrics, steps[-1])
-            lines = run.metrics.read_text(encoding="utf-8").split("\n") if run.metrics.is_file() else []
-            rows = map(json.loads, filter(None, lines))
+            rows = read_json_lines(run.metrics)
             history = ValidationHistory(tuple({best_by: row[best_by]} for row in rows if best_by in row))
-        return json.loads(to_json({"figures": history.figures, "is_pending": history.is_pending}))
+        return history
 
-    found = broadcast_from_main(read() if is_main_process() else {})
-    return ValidationHistory(tuple(found["figures"]), found["is_pending"])
+    return ValidationHistory.from_tree(broadcast_from_main(read().to_tree() if is_main_process() else None))
 
 
 def _describe_evaluation(step: int, evaluation: Evaluation) -> str:
