@@ -58,8 +58,7 @@ class Evaluate:
     def run(self) -> None:
         """Print the results."""
         with processes(self.cluster):
-            from transformer_jax.evaluation.evaluate import evaluate_runs
-            from transformer_jax.evaluation.sweep import sweep
+            from transformer_jax.evaluation.evaluate import evaluate_runs, sweep
 
             pairs = None
             if self.source is not None and self.reference is not None:

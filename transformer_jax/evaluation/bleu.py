@@ -98,16 +98,8 @@ def resample(
 ) -> dict[str, list[Resampled]]:
     """Return bootstrap intervals of BLEU and chrF, and the paired test against the first system (Koehn 2004).
 
-    Args:
-        systems: Translations by the name of the system.
-        references: References, one for each translation.
-        tokenize: SacreBLEU's tokenization.
-        lowercase: Whether to score without case.
-        num_samples: Number of samples of the sentences. The samples depend only on the environment variable
-            SACREBLEU_SEED.
-
-    Returns:
-        BLEU and chrF of each system.
+    `systems` are translations by the name of their system, and the result has BLEU and chrF of each. The samples depend
+    only on the environment variable SACREBLEU_SEED.
     """
     metrics = {
         "BLEU": BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)]),
@@ -115,17 +107,13 @@ def resample(
     }
     named: list[tuple[str, Sequence[str]]] = [(name, list(translations)) for name, translations in systems.items()]
     signatures, scores = PairedTest(named, metrics, references=None, test_type="bs", n_samples=num_samples)()
-    return {
-        name: [
-            Resampled(metric, *_figures(scores[metric][place]), signature=str(signatures[metric])) for metric in metrics
-        ]
-        for place, (name, _) in enumerate(named)
-    }
 
+    def resampled(metric: str, index: int) -> Resampled:
+        score, mean, interval, p = (getattr(scores[metric][index], name) for name in ("score", "mean", "ci", "p_value"))
+        p_value = None if p is None else float(p)
+        return Resampled(metric, float(score), float(mean), float(interval), p_value, str(signatures[metric]))
 
-def _figures(result: object) -> tuple[float, float, float, float | None]:
-    score, p_value, mean, interval = (getattr(result, name) for name in ("score", "p_value", "mean", "ci"))
-    return float(score), float(mean), float(interval), None if p_value is None else float(p_value)
+    return {name: [resampled(metric, index) for metric in metrics] for index, name in enumerate(systems)}
 
 
 def check_tokenization(tokenize: str) -> None:
@@ -166,9 +154,6 @@ def bleu_variants(
         references: References, one for each translation.
         language: Two-letter code of the language of both.
         is_tokenized: Whether the lines are tokens separated by spaces.
-
-    Raises:
-        UserError: The numbers of references and translations differ, or both are zero.
     """
     moses, sides = Moses(language), (list(translations), list(references))
     if is_tokenized:

@@ -1,6 +1,7 @@
-"""Score finished runs, compare them, and average their checkpoints: the commands `evaluate` and `average`."""
+"""Score finished runs, compare them, try decoding settings, and average checkpoints."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -8,19 +9,25 @@ from typing import Any
 
 from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
 from transformer_jax.checkpoint.run_dir import RunDir, locked
-from transformer_jax.config import Config
+from transformer_jax.config import DecodingConfig
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.bleu import Moses, bleu_variants, resample, tokenization_of
-from transformer_jax.evaluation.validation import CorpusEvaluation, check_complete, check_direction, evaluate_pairs
+from transformer_jax.evaluation.bleu import Moses, bleu_variants, resample, score_corpus, tokenization_of
+from transformer_jax.evaluation.validation import (
+    CorpusEvaluation,
+    check_complete,
+    check_direction,
+    evaluate_pairs,
+    reference_texts,
+)
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
-from transformer_jax.runtime.files import check_writable, write_atomically
+from transformer_jax.runtime.files import JsonObject, check_writable, write_atomically
 from transformer_jax.types import UserError
 
 
-def evaluate(run: str | Path, pairs: Pairs | None = None, split: str = "test", **options: Any) -> dict[str, Any]:
+def evaluate(run: str | Path, pairs: Pairs | None = None, split: str = "test", **options: Any) -> JsonObject:
     """Score one run: return the result that `evaluate_runs` yields for it with these options."""
     return next(evaluate_runs([run], pairs, split, **options))
 
@@ -36,8 +43,8 @@ def evaluate_runs(
     ensemble: Sequence[str | Path] = (),
     language: str | None = None,
     output: str | Path | None = None,
-    **decoding: Any,
-) -> Iterator[dict[str, Any]]:
+    **decoding: object,
+) -> Iterator[JsonObject]:
     """Score runs on sentence pairs, or on a split of their own corpora.
 
     Args:
@@ -65,11 +72,8 @@ def evaluate_runs(
         on_main_process(check_writable)(Path(output))
     first: CorpusEvaluation | None = None
     for run in runs:
-        translator = Translator.load(run, ensemble=ensemble, **decoding)
+        translator, chosen = _load(run, pairs, split, ensemble, decoding)
         config = translator.config
-        if pairs is not None:
-            check_direction(translator, pairs)
-        chosen = pairs or split_of(config, split, run)
         kind = tokenize or tokenization_of(config)
         evaluation = evaluate_pairs(translator, chosen, tokenize=kind, lowercase=lowercase)
         check_complete(evaluation.translations, chosen)
@@ -82,9 +86,7 @@ def evaluate_runs(
             sides = evaluation.translations, evaluation.references
             variants = bleu_variants(*sides, language=code, is_tokenized=is_tokenized)
             result["variants"] = [dataclasses.asdict(variant) for variant in variants]
-            result["resampled"] = (
-                bootstrap_intervals(evaluation, first, kind, lowercase, num_samples) if num_samples else []
-            )
+            result["resampled"] = _resampled(evaluation, first, kind, lowercase, num_samples) if num_samples else []
             if output is not None:
                 lines = Moses(code).detokenize(sides[0]) if is_tokenized else sides[0]
                 write_atomically(Path(output), "".join(line + "\n" for line in lines))
@@ -92,17 +94,28 @@ def evaluate_runs(
         yield result
 
 
-def bootstrap_intervals(
-    evaluation: CorpusEvaluation, first: CorpusEvaluation | None, tokenize: str, lowercase: bool, num_samples: int
-) -> list[dict[str, Any]]:
-    """Return the intervals of a run's scores and the significance of the difference to another run.
+def _load(
+    run: str | Path, pairs: Pairs | None, split: str, ensemble: Sequence[str | Path], decoding: Mapping[str, object]
+) -> tuple[Translator, Pairs]:
+    """Load a run, and a split of its corpus unless pairs are given."""
+    translator = Translator.load(run, ensemble=ensemble, **decoding)
+    if pairs is not None:
+        check_direction(translator, pairs)
+        return translator, pairs
+    if split not in ("train", "valid", "test"):
+        raise UserError(f"split is {split!r}; legal: train, valid, test")
+    pairs = read_split(translator.config.data, split)  # type: ignore[arg-type]  # the line above checks the name
+    if pairs is None:
+        raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
+    return translator, pairs
 
-    Args:
-        evaluation: Evaluation of the run.
-        first: Evaluation of another run. None, or other references or tokenization, gives no significance.
-        tokenize: SacreBLEU's tokenization.
-        lowercase: Whether to score without case.
-        num_samples: Number of bootstrap samples.
+
+def _resampled(
+    evaluation: CorpusEvaluation, first: CorpusEvaluation | None, tokenize: str, lowercase: bool, num_samples: int
+) -> list[JsonObject]:
+    """Return the intervals of a run's scores, and the significance of the difference to the first run.
+
+    Without a first run, or if its references or its tokenization are others, there is no significance.
     """
     systems = {"this": evaluation.translations}
     if (
@@ -136,7 +149,7 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def difference_lines(result: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
+def difference_lines(result: JsonObject, first: JsonObject) -> list[str]:
     """Return the paired bootstrap tests of a run against the first one, one line per metric."""
     lines = []
     for ours, theirs in zip(result["resampled"], first["resampled"], strict=True):
@@ -149,22 +162,77 @@ def difference_lines(result: Mapping[str, Any], first: Mapping[str, Any]) -> lis
     return lines
 
 
-def _interval(resampled: Mapping[str, Any] | None) -> str:
+def _interval(resampled: JsonObject | None) -> str:
     return f" (95 %: {resampled['mean']:.2f} \u00b1 {resampled['interval']:.2f})" if resampled else ""
 
 
-def split_of(config: Config, split: str, run: str | Path) -> Pairs:
-    """Return a split of a run's corpus.
+def sweep(
+    run: str | Path,
+    settings: Sequence[str],
+    pairs: Pairs | None = None,
+    split: str = "valid",
+    *,
+    tokenize: str | None = None,
+    lowercase: bool = False,
+    ensemble: Sequence[str | Path] = (),
+    **decoding: object,
+) -> Iterator[JsonObject]:
+    """Score a run with each combination of decoding settings, as the paper chose beam size and alpha (section 6.1).
+
+    Every process of a job must call it. The arguments are those of `evaluate_runs`, except for `settings`: items
+    `FIELD=VALUE,VALUE...`, of which the last field changes fastest.
+
+    Yields:
+        The settings and the scores of each combination.
 
     Raises:
-        UserError: The split does not exist.
+        UserError: The run, the split or a field does not exist, or a value is not legal.
     """
-    if split not in ("train", "valid", "test"):
-        raise UserError(f"split is {split!r}; legal: train, valid, test")
-    pairs = read_split(config.data, split)  # type: ignore[arg-type]  # the line above checks the name
-    if pairs is None:
-        raise UserError(f"{run}: data.{split} is empty in its configuration; give --source and --reference")
-    return pairs
+    grid = parse_grid(settings)
+    combinations: list[JsonObject] = [
+        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
+    ]
+    for setting in combinations:
+        DecodingConfig(**setting)  # raises before the work starts
+    names = {"run": str(run)} | ({"ensemble": [{"run": str(member)} for member in ensemble]} if ensemble else {})
+    translator, chosen = _load(run, pairs, split, ensemble, decoding | combinations[0])
+    for setting in combinations:
+        checkpoint = translator.config.decoding.checkpoint
+        if setting.get("checkpoint", checkpoint) != checkpoint:  # nothing else needs other files
+            translator = Translator.load(run, ensemble=ensemble, **(decoding | setting))
+        translator = translator.with_decoding(**setting)
+        translations = translator.translate(list(chosen.source), shared=True)
+        check_complete(translations, chosen)
+        references = reference_texts(chosen, translator.tokenizers)
+        scores = score_corpus(translations, references, tokenize or tokenization_of(translator.config), lowercase)
+        yield {**names, "split": chosen.origin, "setting": setting, **dataclasses.asdict(scores)}
+
+
+def parse_grid(items: Sequence[str]) -> dict[str, list[int | float | str]]:
+    """Return fields of `DecodingConfig` and their values from items such as `beam-size=1,4,8`.
+
+    >>> parse_grid(["beam-size=1,4", "alpha=0,0.6"])
+    {'beam_size': [1, 4], 'alpha': [0.0, 0.6]}
+
+    Raises:
+        UserError: An item is not `FIELD=VALUE,...`, names an unknown or repeated field, or has a value of the wrong
+            type.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(DecodingConfig)}
+    grid: dict[str, list[int | float | str]] = {}
+    for item in items:
+        name, equals, values = item.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if not equals or name not in defaults or name in grid:
+            raise UserError(f"sweep has {item!r}; it must be FIELD=VALUE,VALUE..., each once, of {', '.join(defaults)}")
+        default = defaults[name]
+        if not isinstance(default, int | float | str) or isinstance(default, bool):
+            raise UserError(f"sweep has {item!r}; {name} is neither a number nor a word, and cannot be swept")
+        try:
+            grid[name] = [type(default)(value) for value in values.split(",")]
+        except ValueError:
+            raise UserError(f"sweep has {item!r}; every value must be like {default!r}") from None
+    return grid
 
 
 def average(

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.bleu import CorpusScores, check_tokenization, score_corpus, tokenization_of
 from transformer_jax.evaluation.scoring import check_lengths, corpus_loss, perplexity, score_pairs, validation_batches
 from transformer_jax.model.transformer import Transformer
+from transformer_jax.runtime.files import JsonObject
 from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.sharding import gather_params, row_multiple, row_parts
 from transformer_jax.training.step import loss_spec
@@ -42,7 +42,7 @@ class CorpusEvaluation:
     translations: list[str]
     references: list[str]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the numbers as values that JSON can hold, without the sentences."""
         tree = dataclasses.asdict(self)
         del tree["translations"], tree["references"]
@@ -65,14 +65,8 @@ def evaluate_pairs(
     """Translate the sources, score the translations against the targets, and compute the loss of the targets.
 
     With several processes, all call it with the same pairs; each computes its share, and all get the result. Each
-    process computes the complete loss of an ensemble.
-
-    Args:
-        translator: The run, or an ensemble.
-        pairs: Sources and references.
-        tokenize: SacreBLEU's tokenization. None selects it as `tokenization_of` does.
-        lowercase: Whether to score without case.
-        clock: Function that returns the time in seconds.
+    process computes the complete loss of an ensemble. The arguments `tokenize` (None selects it as `tokenization_of`
+    does) and `lowercase` are those of `score_corpus`; `clock` returns the time in seconds.
     """
     config, tokenizers = translator.config, translator.tokenizers
     tokenize = tokenize or tokenization_of(config)
@@ -149,10 +143,7 @@ def check_complete(translations: Sequence[str], pairs: Pairs) -> None:
 def check_direction(translator: Translator, pairs: Pairs, max_pairs: int = 100) -> None:
     """Warn if the run assigns a higher likelihood to the reverse direction: source and reference may be swapped.
 
-    Args:
-        translator: The run.
-        pairs: Sources and references.
-        max_pairs: Number of pairs to compare, from the first.
+    The first `max_pairs` pairs are compared.
     """
     sides = list(pairs.source)[:max_pairs], list(pairs.target)[:max_pairs]
     losses: list[float] = []
@@ -181,12 +172,7 @@ class Validation:
     def __init__(self, config: Config, pairs: Pairs, encoded: EncodedPairs, tokenizers: TokenizerPair, mesh: Mesh):
         """Prepare the batches, and choose the sentences to translate evenly over the split, which may be sorted.
 
-        Args:
-            config: Configuration of the run.
-            pairs: Validation split.
-            encoded: The same split as token ids.
-            tokenizers: Tokenizers of the run.
-            mesh: Devices of the run.
+        `pairs` is the validation split, and `encoded` has its token ids.
         """
         training = config.training
         self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
@@ -196,8 +182,7 @@ class Validation:
         count = min(max(training.valid_sentences, training.num_samples), len(pairs))
         indices = np.linspace(0, len(pairs) - 1, count).astype(int)
         self._sources = [pairs.source[index] for index in indices]
-        references = reference_texts(pairs, tokenizers)
-        self._references = [references[index] for index in indices]
+        self._references = [tokenizers.target.plain(pairs.target[index]) for index in indices]
 
     def __call__(self, params: Params, step: int) -> Evaluation:
         """Return the metrics and the samples of parameters at a step."""
