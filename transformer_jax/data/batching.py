@@ -8,8 +8,10 @@ per row and a single shape.
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,51 +97,65 @@ class Rows(NamedTuple):
     """Number of pairs in each of the first rows of a packed batch. None is one pair per row."""
 
 
-class Plan(Protocol):
-    """Which pairs are in which batch. Threads may share a plan."""
+class Plan(ABC):
+    """Which pairs are in which batch: a pure function of (lengths, sizes, seed) and the batch's number.
 
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The shapes of the batches."""
+    Each epoch has every pair once. A pair changes places with pairs of its own group at random, and the units, of which
+    batches consist, are shuffled. Threads may share a plan.
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches per epoch."""
+    Args:
+        shapes: The shapes of the batches.
+        counts: Number of batches of each shape in an epoch.
+        num_tokens: Number of tokens of all pairs on both sides.
+        groups: The group of each pair, an integer.
+        num_units: Number of units.
+        seed: Seed of the order.
 
-    @property
-    def padding_share(self) -> float:
-        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
+    Attributes:
+        batches_per_epoch: Number of batches per epoch.
+        padding_share: The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding.
+        order_bits: Entropy of an epoch's order: of the units, and of the pairs of each group. The maximum is
+            log2(pairs!).
+    """
 
-    @property
-    def order_bits(self) -> float:
-        """Entropy of an epoch's order: log2 of the number of equally probable orders."""
+    def __init__(
+        self,
+        shapes: Sequence[Shape],
+        counts: Sequence[int],
+        num_tokens: int,
+        groups: np.ndarray,
+        num_units: int,
+        seed: int,
+    ) -> None:
+        self.shapes, self.seed = tuple(shapes), seed
+        self.batches_per_epoch = sum(counts)
+        sizes = [shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes]
+        self.padding_share = 1 - num_tokens / int(np.dot(counts, sizes))
+        self.order_bits = log2_factorials(np.bincount(groups)) + log2_factorials([num_units])
+        self._groups, self._num_units = groups, num_units
+        self._lock = threading.Lock()
+        # Two epochs, because prefetching threads cross the end of an epoch one at a time.
+        self._cached_order = lru_cache(maxsize=2)(self._make_order)
 
+    @abstractmethod
     def rows(self, index: int) -> Rows:
         """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
 
-
-class EpochOrders:
-    """Cache `make(epoch)` for two epochs, because prefetching threads cross the end of an epoch one at a time."""
-
-    def __init__(self, make: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-
-    def __call__(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of an epoch. One of the threads that need it computes it."""
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return `_make_order(epoch)`, which one of the threads that need it computes."""
         with self._lock:
-            if epoch not in self._orders:
-                self._orders = {other: order for other, order in self._orders.items() if other == epoch - 1}
-                self._orders[epoch] = self._make(epoch)
-            return self._orders[epoch]
+            return self._cached_order(epoch)
+
+    def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the order of the pairs, sorted by group, and the order of the units."""
+        rng = np.random.default_rng([self.seed, epoch])
+        mixed = rng.permutation(len(self._groups))
+        pairs = mixed[np.argsort(self._groups[mixed], kind="stable")]
+        return pairs, rng.permutation(self._num_units)
 
 
-class BatchPlan:
-    """Which pairs are in which batch: a pure function of (lengths, shapes, seed) and the batch's number.
-
-    Each epoch has every pair once. It shuffles the pairs of each shape, divides them into batches and shuffles the
-    batches. Threads may share a plan.
+class BatchPlan(Plan):
+    """Batches of pairs of similar length, one pair per row. Groups are the pairs of a shape, and units are batches.
 
     Args:
         source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
@@ -154,17 +170,11 @@ class BatchPlan:
     def __init__(
         self, source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Sequence[Shape], seed: int
     ) -> None:
-        self.shapes = tuple(shapes)
-        self.seed = seed
-        self._tokens = int(source_lengths.sum() + target_lengths.sum())
-        self._bucket = _buckets(source_lengths, target_lengths, self.shapes)
-        self._cuts = _cut(self._bucket, self.shapes)
-        self._order = EpochOrders(self._make_order)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches per epoch."""
-        return len(self._cuts)
+        bucket = _buckets(source_lengths, target_lengths, shapes)
+        self._cuts = _cut(bucket, shapes)
+        counts = np.bincount([cut.shape for cut in self._cuts], minlength=len(shapes)).tolist()
+        num_tokens = int(source_lengths.sum() + target_lengths.sum())
+        super().__init__(shapes, counts, num_tokens, bucket, len(self._cuts), seed)
 
     def rows(self, index: int) -> Rows:
         """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
@@ -172,25 +182,6 @@ class BatchPlan:
         pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
         return Rows(self.shapes[cut.shape], pairs[cut.start : cut.stop])
-
-    @property
-    def padding_share(self) -> float:
-        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
-        shapes = [self.shapes[cut.shape] for cut in self._cuts]
-        positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes)
-        return 1 - self._tokens / positions
-
-    @property
-    def order_bits(self) -> float:
-        """Entropy of an epoch's order: of the batches, and of the pairs of each shape. The maximum is log2(pairs!)."""
-        return log2_factorials(np.bincount(self._bucket)) + log2_factorials([len(self._cuts)])
-
-    def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the pairs, sorted by shape, and the order of the batches."""
-        rng = np.random.default_rng([self.seed, epoch])
-        mixed = rng.permutation(len(self._bucket))
-        pairs = mixed[np.argsort(self._bucket[mixed], kind="stable")]
-        return pairs, rng.permutation(len(self._cuts))
 
 
 def make_batch(
@@ -215,72 +206,58 @@ def make_batch(
     rows = -(-shape.rows // row_multiple) * row_multiple
     row = np.arange(len(pairs)) if in_row is None else np.repeat(np.arange(len(in_row)), in_row)
     if len(parts.mine) < parts.num_parts:
-        mine, place = parts.rows(rows), np.full(rows, -1)
-        place[mine] = np.arange(len(mine))
-        pairs, row, rows = pairs[place[row] >= 0], place[row], len(mine)
+        mine, new_row = parts.rows(rows), np.full(rows, -1)
+        new_row[mine] = np.arange(len(mine))
+        pairs, row, rows = pairs[new_row[row] >= 0], new_row[row], len(mine)
         row = row[row >= 0]
-    src = np.full((rows, shape.src_length), model.pad_id, np.int32)
-    tgt_in = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
-    tgt_out = np.full((rows, shape.tgt_length), model.pad_id, np.int32)
+    segment = None if in_row is None else _counted_in(row, np.ones_like(row)) + 1
 
-    lengths = encoded.source_offsets[pairs + 1] - encoded.source_offsets[pairs]
-    spans = lengths + model.source_bos + model.source_eos
-    _check_lengths(pairs, spans, model)
-    first = _counted_in(row, spans)
-    _fill(src, row, first + model.source_bos, encoded.source_ids, encoded.source_offsets[pairs], lengths)
+    def place(side: str, length: int, vocab_size: int, bos: bool, eos: bool) -> tuple[np.ndarray, ...]:
+        """Return a side's ids, with space for BOS and EOS; its segments; and the columns of each pair's BOS and EOS."""
+        ids, offsets = getattr(encoded, f"{side}_ids"), getattr(encoded, f"{side}_offsets")
+        starts, lengths = offsets[pairs], offsets[pairs + 1] - offsets[pairs]
+        spans = lengths + bos + eos
+        _check_lengths(pairs, spans, model)
+        first = _counted_in(row, spans)
+        positions = _positions(row, first + bos, lengths)
+        tokens = ids[np.repeat(starts - first - bos, lengths) + positions[1]]
+        _check_ids(tokens, side, vocab_size, pairs, lengths)
+        placed, segments = np.full((rows, length), model.pad_id, np.int32), np.zeros((rows, length), np.int32)
+        placed[positions] = tokens
+        if segment is not None:
+            segments[_positions(row, first, spans)] = np.repeat(segment, spans)
+        return placed, segments, first, first + bos + lengths
+
+    src, src_segments, first, last = place(
+        "source", shape.src_length, model.source_rows, model.source_bos, model.source_eos
+    )
     if model.source_bos:
         src[row, first] = model.bos_id
     if model.source_eos:
-        src[row, first + model.source_bos + lengths] = model.eos_id
-    src_spans = first, spans
-    lengths = encoded.target_offsets[pairs + 1] - encoded.target_offsets[pairs]
-    _check_lengths(pairs, lengths + 1, model)
-    first = _counted_in(row, lengths + 1)
-    _fill(tgt_out, row, first, encoded.target_ids, encoded.target_offsets[pairs], lengths)
+        src[row, last] = model.eos_id
+    tgt_out, tgt_segments, first, last = place("target", shape.tgt_length, model.vocab_size, bos=False, eos=True)
+    tgt_in = np.full_like(tgt_out, model.pad_id)
     tgt_in[:, 1:] = tgt_out[:, :-1]
     tgt_in[row, first] = model.start_id
-    tgt_out[row, first + lengths] = model.eos_id
-    _check_ids(src, "source", model.source_rows, encoded.source, pairs)
-    _check_ids(tgt_out, "target", model.vocab_size, encoded.target, pairs)
-    if in_row is None:
+    tgt_out[row, last] = model.eos_id
+    if segment is None:
         return Batch(src, tgt_in, tgt_out)
-    segment = _counted_in(row, np.ones_like(row)) + 1
-    src_segments, tgt_segments = np.zeros_like(src), np.zeros_like(tgt_out)
-    for segments, (starts, spans) in ((src_segments, src_spans), (tgt_segments, (first, lengths + 1))):
-        segments[_positions(row, starts, spans)] = np.repeat(segment, spans)
     return Batch(src, tgt_in, tgt_out, src_segments, tgt_segments)
 
 
-def _check_ids(
-    ids: np.ndarray, side: str, vocab_size: int, sentence: Callable[[int], np.ndarray], pairs: np.ndarray
-) -> None:
-    """Check that the embedding table has a row for every id: the model reads NaN beyond its end, without an error.
-
-    Raises:
-        UserError: An id of a pair is out of range.
-    """
-    if not ids.size or (ids.min() >= 0 and ids.max() < vocab_size):
-        return
-    for pair in pairs.tolist():
-        for token in sentence(pair).tolist():
-            if not 0 <= token < vocab_size:
-                raise UserError(
-                    f"pair {pair}: {side} token id {token} is outside the vocabulary of {vocab_size} rows. Encode the "
-                    "text with the model's own tokenizer, or set model.vocab_size to the size of the vocabulary"
-                )
+def _check_ids(ids: np.ndarray, side: str, vocab_size: int, pairs: np.ndarray, lengths: np.ndarray) -> None:
+    """Check that the embedding table has a row for every id: the model reads NaN beyond its end, without an error."""
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        first = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        raise UserError(
+            f"pair {np.repeat(pairs, lengths)[first]}: {side} token id {ids[first]} is outside the vocabulary of "
+            f"{vocab_size} rows. Encode the text with the model's own tokenizer, or set model.vocab_size to the size "
+            "of the vocabulary"
+        )
 
 
 def _check_lengths(pairs: np.ndarray, lengths: np.ndarray, model: ModelConfig) -> None:
-    """Check that learned positions suffice for every pair: beyond their end the model reads NaN, without an error.
-
-    Args:
-        pairs: The numbers of the pairs.
-        lengths: Tokens of one side of each pair, EOS included.
-        model: The model.
-
-    Raises:
-        UserError: A pair is too long.
-    """
+    """Check that learned positions suffice for every pair: beyond their end the model reads NaN, without an error."""
     capacity = model.max_length - model.position_offset
     if model.positions == "learned" and lengths.size and lengths.max() > capacity:
         raise UserError(
@@ -370,11 +347,3 @@ def _positions(row: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> tuple
     """Return rows and columns of all positions of spans, one span after the other."""
     in_span = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return np.repeat(row, lengths), np.repeat(first, lengths) + in_span
-
-
-def _fill(
-    rows: np.ndarray, row: np.ndarray, first: np.ndarray, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray
-) -> None:
-    """Write ids[starts[i] : starts[i] + lengths[i]] into rows[row[i]], starting at column first[i]."""
-    positions = _positions(row, first, lengths)
-    rows[positions] = ids[np.repeat(starts - first, lengths) + positions[1]]

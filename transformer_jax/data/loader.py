@@ -71,15 +71,11 @@ class TrainingData:
         """
         pairs = self.plan.rows(index).pairs.tolist()
         described: list[dict[str, Any]] = [{"pair": pair} for pair in pairs]
-        tokenizers = self.tokenizers
-        for name, tokenizer, ids_of in (
-            ("source", tokenizers and tokenizers.source, self.encoded.source),
-            ("target", tokenizers and tokenizers.target, self.encoded.target),
-        ):
-            ids = [ids_of(pair).tolist() for pair in pairs]
-            texts = tokenizer.decode(ids) if tokenizer else None
+        for side in ("source", "target"):
+            ids = [getattr(self.encoded, side)(pair).tolist() for pair in pairs]
+            texts = getattr(self.tokenizers, side).decode(ids) if self.tokenizers else None
             for number, row in enumerate(described):
-                row |= ({name: texts[number]} if texts else {}) | {f"{name}_ids": ids[number]}
+                row |= ({side: texts[number]} if texts else {}) | {f"{side}_ids": ids[number]}
         return described
 
     def iterator(self, start: int, stop: int) -> Iterator[Batch]:

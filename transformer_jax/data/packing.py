@@ -8,7 +8,7 @@ does not depend on the epochs before it.
 
 import numpy as np
 
-from transformer_jax.data.batching import EpochOrders, Rows, Shape, equal_parts, log2_factorials
+from transformer_jax.data.batching import Plan, Rows, Shape, equal_parts
 
 _STREAM = 4096  # pairs that are packed one after the other; the streams of a corpus are packed in parallel
 _OPEN_ROWS = 32  # per stream
@@ -62,10 +62,8 @@ def pack(
     return np.argsort(row_of, kind="stable"), np.cumsum(np.bincount(row_of, minlength=rows))
 
 
-class PackedPlan:
-    """Which pairs are in which row of which batch: a pure function of (lengths, sizes, seed) and the batch's number.
-
-    Each epoch has every pair once. Threads may share a plan.
+class PackedPlan(Plan):
+    """Batches of rows with several pairs. Groups are the pairs of equal lengths on both sides, and units are rows.
 
     Args:
         source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
@@ -88,51 +86,29 @@ class PackedPlan:
             raise ValueError(
                 f"pair {pair} of {source_lengths[pair]} and {target_lengths[pair]} tokens fits no row of {length}"
             )
-        self.seed = seed
-        self._tokens = int(source_lengths.sum() + target_lengths.sum())
         packed, self._ends = pack(source_lengths, target_lengths, length, np.random.default_rng(seed))
         max_rows = max(1, batch_tokens // length)
         max_rows = max_rows // 8 * 8 or max_rows
-        self._shape = Shape(equal_parts(len(self._ends), max_rows), length, length)
-        # Pairs with the same lengths on both sides are of one kind. _slots has the slots of each kind, in order.
-        kinds = source_lengths.astype(np.int64) * (length + 1) + target_lengths
-        self._kind = np.unique(kinds, return_inverse=True)[1].astype(np.int32)
-        self._slots = np.argsort(self._kind[packed], kind="stable")
-        self._order = EpochOrders(self._make_order)
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The one shape."""
-        return (self._shape,)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Number of batches per epoch."""
-        return -(-len(self._ends) // self._shape.rows)
+        shape = Shape(equal_parts(len(self._ends), max_rows), length, length)
+        num_batches = -(-len(self._ends) // shape.rows)
+        lengths = source_lengths.astype(np.int64) * (length + 1) + target_lengths
+        groups = np.unique(lengths, return_inverse=True)[1].astype(np.int32)
+        self._slots = np.argsort(groups[packed], kind="stable")  # the slots of each group, in order
+        num_tokens = int(source_lengths.sum() + target_lengths.sum())
+        super().__init__([shape], [num_batches], num_tokens, groups, len(self._ends), seed)
 
     def rows(self, index: int) -> Rows:
         """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
         epoch, place = divmod(index, self.batches_per_epoch)
+        (shape,) = self.shapes
         pairs, rows = self._order(epoch)
-        chosen = rows[place * self._shape.rows : (place + 1) * self._shape.rows]
+        chosen = rows[place * shape.rows : (place + 1) * shape.rows]
         in_rows = [pairs[self._ends[row - 1] if row else 0 : self._ends[row]] for row in chosen]
-        return Rows(self._shape, np.concatenate(in_rows), np.array([len(row) for row in in_rows]))
-
-    @property
-    def padding_share(self) -> float:
-        """The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding."""
-        rows, src_length, tgt_length = self._shape
-        return 1 - self._tokens / (self.batches_per_epoch * rows * (src_length + tgt_length))
-
-    @property
-    def order_bits(self) -> float:
-        """Entropy of an epoch's order: of the rows, and of the pairs of each kind. The maximum is log2(pairs!)."""
-        return log2_factorials(np.bincount(self._kind)) + log2_factorials([len(self._ends)])
+        return Rows(shape, np.concatenate(in_rows), np.array([len(row) for row in in_rows]))
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the pairs in their slots, and the order of the rows."""
-        rng = np.random.default_rng([self.seed, epoch])
-        mixed = rng.permutation(len(self._kind))
-        pairs = np.empty_like(mixed)
-        pairs[self._slots] = mixed[np.argsort(self._kind[mixed], kind="stable")]
-        return pairs, rng.permutation(len(self._ends))
+        by_group, rows = super()._make_order(epoch)
+        pairs = np.empty_like(by_group)
+        pairs[self._slots] = by_group
+        return pairs, rows
