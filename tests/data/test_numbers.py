@@ -5,7 +5,8 @@ import pytest
 from num2words import num2words
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.synthetic import LIMIT, numbers_corpus, spell_numbers
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.synthetic import LIMIT, spell_numbers
 from transformer_jax.types import UserError
 
 
@@ -16,29 +17,30 @@ def test_spelling_equals_num2words(language):
     assert spell_numbers(values, language) == [num2words(value, lang=language) for value in values]
 
 
+def read(*splits, **fields):
+    return [read_split(DataConfig(**fields), split) for split in splits]
+
+
 def test_number_splits_are_disjoint():
-    corpus = numbers_corpus(DataConfig())
-    assert {split: len(pairs) for split, pairs in corpus.items()} == {"train": 40_000, "valid": 500, "test": 2_000}
-    assert len(corpus["train"]) <= 0.05 * LIMIT
+    splits = read("train", "valid", "test")
+    assert [len(pairs) for pairs in splits] == [40_000, 500, 2_000]
+    assert len(splits[0]) <= 0.05 * LIMIT
     for side in ("source", "target"):
-        lines = [line for pairs in corpus.values() for line in getattr(pairs, side)]
+        lines = [line for pairs in splits for line in getattr(pairs, side)]
         assert len(set(lines)) == len(lines)
 
 
 def test_held_out_numbers_are_independent_of_the_training_size():
-    small = numbers_corpus(DataConfig(synthetic_train_size=10))
-    large = numbers_corpus(DataConfig(synthetic_train_size=1000))
-    assert small["test"] == large["test"]
-    assert small["valid"] == large["valid"]
-    assert small["train"].source == large["train"].source[:10]
+    small, *held_out = read("train", "valid", "test", synthetic_train_size=10)
+    large, *others = read("train", "valid", "test", synthetic_train_size=1000)
+    assert held_out == others
+    assert small.source == large.source[:10]
 
 
 def test_directions_and_empty_splits():
-    forth = numbers_corpus(DataConfig(synthetic_train_size=10, synthetic_valid_size=0))
-    back = numbers_corpus(
-        DataConfig(synthetic_train_size=10, synthetic_valid_size=0, source_language="de", target_language="en")
-    )
-    assert "valid" not in forth
-    assert forth["train"].source == back["train"].target
+    forth, empty = read("train", "valid", synthetic_train_size=10, synthetic_valid_size=0)
+    (back,) = read("train", synthetic_train_size=10, synthetic_valid_size=0, source_language="de", target_language="en")
+    assert empty is None
+    assert forth.source == back.target
     with pytest.raises(UserError, match=r"source_language is 'fr'.*legal: en, de"):
-        numbers_corpus(DataConfig(source_language="fr"))
+        read("train", source_language="fr")

@@ -112,7 +112,7 @@ def test_invalid_tsv_is_rejected(tmp_path):
         read(tmp_path, "tsv")
     with pytest.raises(UserError, match=r"train\.tsv, line 1: no column 'fr' among \['en', 'de'\]"):
         read(tmp_path, "tsv", target_language="fr")
-    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column 3; there are 2"):
+    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column '3' among \['en', 'de'\]"):
         read(tmp_path, "tsv", source_column="1", target_column="3")
     with pytest.raises(UserError, match="two names or two numbers"):
         read(tmp_path, "tsv", source_column="1")

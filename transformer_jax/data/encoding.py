@@ -12,7 +12,6 @@ import numpy as np
 
 from transformer_jax.config import Config, DataConfig, ModelConfig
 from transformer_jax.data.pairs import Pairs, Split
-from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.runtime.files import FolderInUseError, atomic_dir, file_sha256, read_json
 from transformer_jax.types import UserError
@@ -116,31 +115,44 @@ def encode_pairs(
         UserError: No pair is left.
     """
     tokenizers.check_fits(model)
-    source, target = _Column(tokenizers.source), _Column(tokenizers.target)
-    empty = long = length_ratio = 0
+    sides = tokenizers.source, tokenizers.target
+    types = [np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32 for tokenizer in sides]
+    ids = [[np.zeros(0, dtype)] for dtype in types]
+    lengths = [np.zeros((2, 1), np.int64)]  # so that the first offset is 0
+    added = np.array([[model.source_bos + model.source_eos], [1]])
+    dropped = np.zeros(4, int)
     for texts in pairs.chunks():
-        rows = source.encode(texts[0]), target.encode(texts[1])
-        kept = np.ones(len(texts[0]), bool)
-        if keep is not None:
-            blank = np.array([not s.strip() or not t.strip() for s, t in zip(*texts, strict=True)])
-            lengths = np.array([[len(row) for row in side] for side in rows])
-            lengths += np.array([[model.source_bos + model.source_eos], [1]])
-            too_long = ~blank & (lengths.max(0) > keep.max_length)
-            too_uneven = ~blank & ~too_long & (lengths.max(0) > keep.max_length_ratio * lengths.min(0))
-            empty, long = empty + int(blank.sum()), long + int(too_long.sum())
-            length_ratio += int(too_uneven.sum())
-            kept = ~(blank | too_long | too_uneven)
-        source.append(rows[0], kept)
-        target.append(rows[1], kept)
+        rows = [tokenizer.encode(side) for tokenizer, side in zip(sides, texts, strict=True)]
+        counts = np.array([[len(row) for row in side] for side in rows], np.int64)
+        reasons = _filter(texts, counts + added, keep)
+        dropped += np.bincount(reasons, minlength=4)
+        kept = reasons == 0
+        for chunks, side, dtype in zip(ids, rows, types, strict=True):
+            chunks.append(np.fromiter(itertools.chain.from_iterable(itertools.compress(side, kept)), dtype))
+        lengths.append(counts[:, kept])
     report = None
     if keep is not None:
+        _, empty, long, length_ratio = dropped.tolist()
         report = FilterReport(len(pairs), empty, long, length_ratio, keep.max_length, keep.max_length_ratio)
         if not report.kept:
             raise UserError(
                 f"{pairs.origin}: no pair is left for training: {report}. Check the files, or raise data.max_length "
                 "and data.max_length_ratio"
             )
-    return EncodedPairs(*source.arrays(), *target.arrays(), model.source_eos, model.source_bos, report)
+    source_offsets, target_offsets = np.cumsum(np.concatenate(lengths, axis=1), axis=1)
+    source_ids, target_ids = map(np.concatenate, ids)
+    return EncodedPairs(
+        *(source_ids, source_offsets, target_ids, target_offsets), model.source_eos, model.source_bos, report
+    )
+
+
+def _filter(texts: tuple[Sequence[str], Sequence[str]], lengths: np.ndarray, keep: DataConfig | None) -> np.ndarray:
+    """Return for each pair 0, or the position of the filter in `FilterReport` that removes it: empty, long, ratio."""
+    if keep is None:
+        return np.zeros(lengths.shape[1], int)
+    blank = [not source.strip() or not target.strip() for source, target in zip(*texts, strict=True)]
+    longer, shorter = lengths.max(0), lengths.min(0)
+    return np.select([blank, longer > keep.max_length, longer > keep.max_length_ratio * shorter], [1, 2, 3])
 
 
 def load_or_encode(
@@ -171,27 +183,6 @@ def load_cached(cache_directory: Path, split: Split, sha256: str, model: ModelCo
         if cached is not None and cached.sha256() == sha256:
             return cached
     return None
-
-
-class _Column:
-    """Collect the ids of one side."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._type = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-        self._ids: list[np.ndarray] = [np.zeros(0, self._type)]
-        self._lengths: list[np.ndarray] = [np.zeros(1, np.int64)]  # so that the first offset is 0
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._tokenizer.encode(texts)
-
-    def append(self, rows: list[list[int]], kept: np.ndarray) -> None:
-        chosen = list(itertools.compress(rows, kept))
-        self._ids.append(np.fromiter(itertools.chain.from_iterable(chosen), self._type))
-        self._lengths.append(np.array([len(row) for row in chosen], np.int64))
-
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.concatenate(self._ids), np.cumsum(np.concatenate(self._lengths))
 
 
 def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None) -> str:

@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.pairs import Pairs, clean_sentence
+from transformer_jax.data.pairs import Pairs, Split, clean_sentence, column_names
 from transformer_jax.types import UserError
 
-_SUFFIXES = ("", ".gz", ".xz", ".zst")
 
-
-def read_text(config: DataConfig, stem: str) -> Pairs:
-    """Read `{directory}/{stem}.{language}` for both languages, with one sentence on each line.
+def read_text(config: DataConfig, split: Split) -> Pairs:
+    """Read `{directory}/STEM.{language}` for both languages, with one sentence on each line. `config.{split}` is STEM.
 
     Raises:
         UserError: a file is missing, damaged or not UTF-8, or the files have different numbers of lines.
     """
-    paths = [
-        _find(config.directory, f"{stem}.{language}") for language in (config.source_language, config.target_language)
-    ]
+    paths = [_find(config, split, language) for language in (config.source_language, config.target_language)]
     source, target = (read_lines(path) for path in paths)
     if len(source) != len(target):
         raise UserError(
@@ -34,8 +30,8 @@ def read_text(config: DataConfig, stem: str) -> Pairs:
     return Pairs(source, target, f"{paths[0]} and {paths[1]}")
 
 
-def read_tsv(config: DataConfig, stem: str) -> Pairs:
-    """Read two columns of `{directory}/{stem}.tsv`. Columns are separated by tabs, and quotes are text.
+def read_tsv(config: DataConfig, split: Split) -> Pairs:
+    """Read two columns of `{directory}/STEM.tsv`. Columns are separated by tabs, and quotes are text.
 
     The first line names the columns, unless `data.source_column` and `data.target_column` are numbers, which count
     from 1.
@@ -44,28 +40,23 @@ def read_tsv(config: DataConfig, stem: str) -> Pairs:
         UserError: the file is missing, damaged or not UTF-8; a column is missing; or a line has another number of
             columns than the first.
     """
-    path = _find(config.directory, f"{stem}.tsv")
-    wanted = _columns(config)
+    path = _find(config, split, "tsv")
+    wanted = column_names(config)
     lines = enumerate(_numbered_lines(path), 1)
     first = next(lines, (1, ""))[1].split("\t")
     numbered = [name.isdecimal() and len(name) < 10 for name in wanted]
-    if all(numbered):
-        places = [int(name) - 1 for name in wanted]
-        for place in places:
-            if not 0 <= place < len(first):
-                raise UserError(f"{path}, line 1: no column {place + 1}; there are {len(first)}, numbered from 1")
-        rows = [first]
-    elif any(numbered):
+    if any(numbered) and not all(numbered):
         raise UserError(f"data.source_column, data.target_column are {wanted}: give two names or two numbers")
+    if all(numbered):
+        places, rows = [int(name) - 1 for name in wanted], [first]
     else:
-        for name in wanted:
-            if name not in first:
-                raise UserError(
-                    f"{path}, line 1: no column {name!r} among {first}; set data.source_column and "
-                    "data.target_column, as numbers from 1 if the file has no line of names"
-                )
-        places = [first.index(name) for name in wanted]
-        rows = []
+        places, rows = [first.index(name) if name in first else -1 for name in wanted], []
+    for name, place in zip(wanted, places, strict=True):
+        if not 0 <= place < len(first):
+            raise UserError(
+                f"{path}, line 1: no column {name!r} among {first}; set data.source_column and data.target_column to "
+                "names, or to numbers from 1 if the file has no line of names"
+            )
     for number, line in lines:
         row = line.split("\t")
         if len(row) != len(first):
@@ -74,21 +65,21 @@ def read_tsv(config: DataConfig, stem: str) -> Pairs:
     return Pairs([row[places[0]] for row in rows], [row[places[1]] for row in rows], str(path))
 
 
-def read_jsonl(config: DataConfig, stem: str) -> Pairs:
-    """Read two keys of `{directory}/{stem}.jsonl`, with one JSON object on each line.
+def read_jsonl(config: DataConfig, split: Split) -> Pairs:
+    """Read two keys of `{directory}/STEM.jsonl`, with one JSON object on each line.
 
     If an object has an object under its key `translation`, the keys of that object are read.
 
     Raises:
         UserError: the file is missing, damaged or not UTF-8, or a line is not a JSON object with both keys.
     """
-    path = _find(config.directory, f"{stem}.jsonl")
-    names = _columns(config)
+    path = _find(config, split, "jsonl")
+    names = column_names(config)
     sides: tuple[list[str], list[str]] = ([], [])
     for number, line in enumerate(_numbered_lines(path), 1):
         where = f"{path}, line {number}"
         try:
-            row: Any = json.loads(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where}: not JSON: {error}") from error
         if isinstance(row, dict) and isinstance(row.get("translation"), dict):
@@ -160,19 +151,16 @@ def _unpack(data: bytes, decompressor: Callable[[], Any]) -> bytes:
             return b"".join(parts)
 
 
-def _find(directory: str, name: str) -> Path:
-    """Return the path of the file with this name, with or without a suffix for compression."""
-    paths = [Path(directory).expanduser() / (name + suffix) for suffix in _SUFFIXES]
+def _find(config: DataConfig, split: Split, suffix: str) -> Path:
+    """Return the path of the split's file with this suffix, and with or without a suffix for compression."""
+    name = f"{getattr(config, split)}.{suffix}"
+    paths = [Path(config.directory).expanduser() / (name + packed) for packed in ("", ".gz", ".xz", ".zst")]
     found = [path for path in paths if path.is_file()]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         raise UserError(f"{' and '.join(map(str, found))} both exist; remove all but one")
-    raise UserError(
-        f"no file {', '.join(map(str, paths[:-1]))} or {paths[-1]}; the docstring of the config says how to get the "
-        "data, and data.directory, data.train, data.valid and data.test where it is looked for"
-    )
-
-
-def _columns(config: DataConfig) -> list[str]:
-    return [config.source_column or config.source_language, config.target_column or config.target_language]
+    if not found:
+        raise UserError(
+            f"no file {', '.join(map(str, paths[:-1]))} or {paths[-1]}; the docstring of the config says how to get "
+            "the data, and data.directory, data.train, data.valid and data.test where it is looked for"
+        )
+    return found[0]

@@ -7,24 +7,21 @@ set is executed, whatever its files name.
 import importlib
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence
+from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence, column_names
 from transformer_jax.types import UserError, first_line
 
 if TYPE_CHECKING:
     import datasets
+    import tensorflow_datasets
 
 _TFDS_FEATURES = "tensorflow_datasets.core.features."
 """Package of the feature types that tensorflow-datasets itself defines."""
-
-
-def _column_names(config: DataConfig) -> list[str]:
-    return [config.source_column or config.source_language, config.target_column or config.target_language]
 
 
 # ----------------------------------------------------------------------------------------------- Hugging Face datasets
@@ -33,15 +30,9 @@ def _column_names(config: DataConfig) -> list[str]:
 def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     """Read a split from the Hugging Face Hub, or from a folder that `save_to_disk` wrote.
 
-    Rows have one column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}. Newlines within
-    a sentence become spaces.
-
-    Args:
-        config: the data section; `directory` is the folder, or `name` and `subset` name a data set of the Hub.
-        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the data set.
-
-    Returns:
-        The pairs, memory-mapped.
+    `config.directory` is the folder, or `config.name` and `config.subset` name a data set of the Hub. Rows have one
+    column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}. Newlines within a sentence
+    become spaces. The pairs are memory-mapped.
 
     Raises:
         UserError: the data set, split or column is missing (existing ones are listed), or a value is not text.
@@ -49,7 +40,7 @@ def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     split_name = getattr(config, split)
     rows = _load_from_disk(config, split, split_name) if config.directory else _load_from_hub(config, split_name)
     origin = f"{config.directory or config.name}{f'/{config.subset}' if config.subset else ''} ({split_name})"
-    source, target = (_huggingface_column(rows, name, origin) for name in _column_names(config))
+    source, target = (_huggingface_column(rows, name, origin) for name in column_names(config))
     return Pairs(source, target, origin)
 
 
@@ -116,14 +107,8 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
     """Read a split of the data set `data.name`, such as wmt14_translate/de-en, with one text feature for each side.
 
     The data set is read from `data.directory`, or from the library's own folder. A data set that the library knows but
-    that is not there yet is downloaded. Newlines within a sentence become spaces.
-
-    Args:
-        config: the data section.
-        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the data set.
-
-    Returns:
-        The pairs, read row by row from array_record files.
+    that is not there yet is downloaded. Newlines within a sentence become spaces. The pairs are read row by row from
+    array_record files.
 
     Raises:
         UserError: the library is not installed; the data set, split or feature is missing; or the data set's files
@@ -151,12 +136,12 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
                 f"existing splits: {sorted(builder.info.splits)}"
             ) from error
         features = sorted(builder.info.features)
-    for name in _column_names(config):
+    for name in column_names(config):
         if name not in features:
             raise UserError(
                 f"{origin}: no feature {name!r} among {features}; set data.source_column and data.target_column"
             )
-    source, target = (_tfds_column(rows, name, origin) for name in _column_names(config))
+    source, target = (_tfds_column(rows, name, origin) for name in column_names(config))
     return Pairs(source, target, origin)
 
 
@@ -190,38 +175,25 @@ def _library_features_only(tensorflow_datasets: ModuleType) -> Iterator[None]:
         connector.cls_from_name = original
 
 
-def _tfds_builder(tensorflow_datasets: ModuleType, config: DataConfig) -> Any:
+def _tfds_builder(tensorflow_datasets: ModuleType, config: DataConfig) -> "tensorflow_datasets.core.DatasetBuilder":
     if re.match(r"[^/:]*:(?![\d*])", config.name):  # what follows a colon and is not a version
         raise UserError(
             f"data.name {config.name!r}: data sets of a namespace are programs that the library downloads and runs; "
             "name a data set of the library, such as wmt14_translate/de-en"
         )
     directory = {"data_dir": config.directory} if config.directory else {}
-    for attempt in range(2):
-        try:
-            return tensorflow_datasets.builder(config.name, file_format="array_record", **directory)
-        except UserError as error:
-            raise UserError(f"data.name {config.name!r}, data.directory {config.directory!r}: {error}") from error
-        except Exception as error:  # no such data set, folder or version: each a type of its own
-            # Data sets for translation are registered when their module is imported: wmt14_translate by .wmt14.
-            module = config.name.split("/")[0].split(":")[0].removesuffix("_translate")
-            if attempt == 0 and _can_import(f"tensorflow_datasets.translate.{module}"):
-                continue
-            raise UserError(
-                f"data.name {config.name!r}, data.directory {config.directory!r}: no such data set: {first_line(error)}"
-            ) from error
-    raise AssertionError("unreachable")
-
-
-def _can_import(module: str) -> bool:
+    # Data sets for translation are registered when their module is imported: wmt14_translate by .wmt14.
+    module = config.name.split("/")[0].split(":")[0].removesuffix("_translate")
+    with suppress(ImportError, ValueError):
+        importlib.import_module(f"tensorflow_datasets.translate.{module}")
     try:
-        importlib.import_module(module)
-    except (ImportError, ValueError):
-        return False
-    return True
+        return tensorflow_datasets.builder(config.name, file_format="array_record", **directory)
+    except Exception as error:  # no such data set, folder or version: each a type of its own
+        reason = error if isinstance(error, UserError) else f"no such data set: {first_line(error)}"
+        raise UserError(f"data.name {config.name!r}, data.directory {config.directory!r}: {reason}") from error
 
 
-def _tfds_column(rows: Any, name: str, origin: str) -> LazyColumn:
+def _tfds_column(rows: "tensorflow_datasets.core.data_sources.BaseDataSource", name: str, origin: str) -> LazyColumn:
     def fetch(start: int, stop: int) -> list[str]:
         batch = rows.__getitems__(list(range(start, stop)))  # one call reads many rows; plain indexing reads one
         return [clean_sentence(r[name], f"{origin}, row {row}, {name!r}") for row, r in enumerate(batch, start)]

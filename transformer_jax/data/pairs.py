@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
+from transformer_jax.config import DataConfig
 from transformer_jax.types import UserError
 
 Split = Literal["train", "valid", "test"]
@@ -49,9 +50,7 @@ class Pairs:
 class LazyColumn(Sequence[str]):
     """A column of text that is read from its memory-mapped table on access, thousands of rows at a time.
 
-    Args:
-        fetch: fetch(start, stop) returns the sentences of rows `start` to `stop - 1`.
-        length: number of rows.
+    `fetch(start, stop)` returns the sentences of rows `start` to `stop - 1`.
     """
 
     def __init__(self, fetch: Callable[[int, int], list[str]], length: int) -> None:
@@ -79,15 +78,17 @@ class LazyColumn(Sequence[str]):
             yield from self._fetch(start, min(start + _ROWS_AT_ONCE, self._length))
 
 
-def clean_sentence(value: Any, where: str) -> str:
+def column_names(config: DataConfig) -> list[str]:
+    """Return the names of the source and the target column of a table. By default these are the languages."""
+    return [config.source_column or config.source_language, config.target_column or config.target_language]
+
+
+def clean_sentence(value: object, where: str) -> str:
     """Return a value as one line of text. Newlines become spaces, because a line holds one sentence.
 
-    Args:
-        value: text, or bytes in UTF-8.
-        where: file and line, or data set and row, for the message.
-
     Raises:
-        UserError: the value is not text, or cannot be encoded in UTF-8, such as half of a surrogate pair.
+        UserError: the value is neither text nor bytes in UTF-8, or is text with half of a surrogate pair. The message
+            starts with `where`.
     """
     try:
         if isinstance(value, bytes):

@@ -2,14 +2,17 @@
 
 import base64
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformer_jax.data.tokenizer import Kind, SpecialIds, Tokenizer, WordTokenizer
+from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError, first_line
+
+if TYPE_CHECKING:
+    import sentencepiece
 
 _SPACE = "\u2581"  # stands for a space in a piece
 # The option `clean_up` removes the spaces around these, in this order.
@@ -33,13 +36,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     kind: Kind = "sentencepiece"
     unk_id: int
+    _decodes_unk = False
 
     def __init__(
-        self,
-        model: bytes,
-        vocabulary: Mapping[str, int],
-        special: tuple[int, int, int, int],
-        clean_up: bool = False,
+        self, model: bytes, vocabulary: Mapping[str, int], special: tuple[int, int, int, int], clean_up: bool = False
     ) -> None:
         self.model, self.clean_up = model, bool(clean_up)
         self.vocabulary = dict(vocabulary)
@@ -71,9 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row. `unk_id` gives no text, like the other special tokens."""
-        pieces = [
-            [self._pieces[i] for i in self._visible(row) if i != self.unk_id and i in self._pieces] for row in rows
-        ]
+        pieces = [[self._pieces[i] for i in self._visible(row) if i in self._pieces] for row in rows]
         return [self._join_pieces(row) if row else "" for row in pieces]
 
     def _join_pieces(self, pieces: list[str]) -> str:
@@ -82,23 +80,19 @@ class SentencePieceTokenizer(Tokenizer):
             text = text.replace(spaced, spaced.strip())
         return text
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the piece of each id as the vocabulary spells it."""
-        return [self._pieces.get(int(i), f"<{int(i)}>") for i in ids]
+    def _token(self, i: int) -> str | None:
+        return self._pieces.get(i)
 
-    def to_json(self) -> str:
-        """Return the complete tokenizer as JSON, with the model as base64."""
-        tree = {
-            "kind": self.kind,
+    def _state(self) -> dict[str, object]:
+        return {
             "special": self.special_ids,
             "vocabulary": self.vocabulary,
             "clean_up": self.clean_up,
             "model": base64.b64encode(self.model).decode("ascii"),
         }
-        return json.dumps(tree, ensure_ascii=False)
 
 
-def _load_processor(model: bytes) -> Any:
+def _load_processor(model: bytes) -> "sentencepiece.SentencePieceProcessor":
     try:
         import sentencepiece
     except ImportError as error:
@@ -146,12 +140,8 @@ class SubwordTokenizer(WordTokenizer):
         return " ".join(text.split())
 
     def _split(self, word: str) -> tuple[str, ...]:
-        """Return the pieces of a word.
-
-        The time is quadratic in the length of the word, so a word of more than 1,000 letters is merged in stretches of
-        200 letters.
-        """
-        stretch = len(word) if len(word) <= 1000 else 200
+        """Return the pieces of a word."""
+        stretch = len(word) if len(word) <= 1000 else 200  # the time is quadratic in the length of a stretch
         letters = [*word[:-1], word[-1] + _END]
         pieces = [p for start in range(0, len(word), stretch) for p in self._merge(letters[start : start + stretch])]
         return (*(f"{piece}@@" for piece in pieces[:-1]), pieces[-1].removesuffix(_END))
@@ -172,10 +162,8 @@ class SubwordTokenizer(WordTokenizer):
             pieces = merged
         return pieces
 
-    def to_json(self) -> str:
-        """Return the complete tokenizer as JSON, with the merges."""
-        tree: dict[str, Any] = json.loads(super().to_json())
-        return json.dumps(tree | {"special": self.special_ids, "merges": self._merges}, ensure_ascii=False)
+    def _state(self) -> dict[str, object]:
+        return super()._state() | {"special": self.special_ids, "merges": self._merges}
 
 
 def read_codes(path: Path) -> list[tuple[str, str]]:
@@ -184,18 +172,12 @@ def read_codes(path: Path) -> list[tuple[str, str]]:
     Raises:
         UserError: the file cannot be read, has another version than 0.2, or has a line that is not a pair.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as codes: {error}") from error
-    first = 0
-    if lines[0].startswith("#version:"):
-        version = lines[0].removeprefix("#version:").strip()
-        if version != "0.2":
-            raise UserError(f"{path}, line 1: codes of version {version}; only 0.2 is read")
-        first = 1
+    lines = read_text(path).split("\n")
+    has_version, version = lines[0].startswith("#version:"), lines[0].removeprefix("#version:").strip()
+    if has_version and version != "0.2":
+        raise UserError(f"{path}, line 1: codes of version {version}; only 0.2 is read")
     merges = []
-    for number, line in enumerate(lines[first:], first + 1):
+    for number, line in enumerate(lines[has_version:], 1 + has_version):
         fields = line.split(" ")
         if line == "" and number == len(lines):
             continue
@@ -204,6 +186,6 @@ def read_codes(path: Path) -> list[tuple[str, str]]:
         if len(fields) != 2 or not all(fields):
             raise UserError(f"{path}, line {number}: {line!r} is not a pair of pieces")
         merges.append((fields[0], fields[1]))
-    if not first and not any(piece.endswith(_END) for pair in merges for piece in pair):
+    if not has_version and not any(piece.endswith(_END) for pair in merges for piece in pair):
         raise UserError(f"{path}: no piece ends with {_END}; these are not codes of subword-nmt 0.2 or fastBPE")
     return merges

@@ -10,7 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 Kind = Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt", "huggingface"]
 SpecialIds = tuple[int, int, int, int | None]
 """Ids of PAD, BOS, EOS and unknown words. None: text outside the vocabulary is an error."""
-
-_NUM_BYTES = 256
 
 
 class Tokenizer(ABC):
@@ -46,6 +44,8 @@ class Tokenizer(ABC):
     bos_id: int = BOS_ID
     eos_id: int = EOS_ID
     unk_id: int | None = UNK_ID
+    _decodes_unk: bool = True
+    _is_byte_level: bool = False  # whether tokens spell bytes with the letters of GPT-2's table
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -55,13 +55,22 @@ class Tokenizer(ABC):
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids. PAD, BOS, EOS and ids outside the vocabulary give no text."""
 
+    @abstractmethod
+    def _token(self, i: int) -> str | None:
+        """Return the token with id `i` as the vocabulary spells it, or None."""
+
+    @abstractmethod
+    def _state(self) -> dict[str, object]:
+        """Return what `to_json` writes besides the kind."""
+
     def plain(self, text: str) -> str:
         """Return the text as `decode` would write it, to compare references with translations."""
         return text
 
-    @abstractmethod
     def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the token of each id as the vocabulary spells it."""
+        """Return the token of each id as the vocabulary spells it. Ids outside the vocabulary give "<ID>"."""
+        tokens = ((i, self._token(int(i))) for i in ids)
+        return [f"<{int(i)}>" if token is None else token for i, token in tokens]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the token of each id for display.
@@ -69,11 +78,15 @@ class Tokenizer(ABC):
         A space is written as \u2581. Invisible characters, and bytes that are not a complete character, are escaped as
         in Python.
         """
-        return [_visible_piece(piece) for piece in self.tokens(ids)]
+        tokens = self.tokens(ids)
+        if self._is_byte_level:
+            special = self.special_ids
+            tokens = [token if i in special else _from_bytes(token) for i, token in zip(ids, tokens, strict=True)]
+        return [_visible_piece(token) for token in tokens]
 
-    @abstractmethod
     def to_json(self) -> str:
         """Return the complete tokenizer as JSON, which `tokenizer_pair.tokenizer_from_json` reads."""
+        return json.dumps({"kind": self.kind} | self._state(), ensure_ascii=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and (self is other or self.to_json() == other.to_json())
@@ -87,11 +100,27 @@ class Tokenizer(ABC):
         return self.pad_id, self.bos_id, self.eos_id, self.unk_id
 
     def _visible(self, row: Sequence[int]) -> list[int]:
-        hidden = {self.pad_id, self.bos_id, self.eos_id}
+        hidden = {self.pad_id, self.bos_id, self.eos_id} if self._decodes_unk else {*self.special_ids}
         return [int(i) for i in row if 0 <= i < self.vocab_size and i not in hidden]
 
 
-class BytePairTokenizer(Tokenizer):
+class _LibraryTokenizer(Tokenizer):
+    """A tokenizer of the library `tokenizers`."""
+
+    _library: tokenizers.Tokenizer
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row as the library's decoder writes it. Special tokens give no text."""
+        return self._library.decode_batch([self._visible(row) for row in rows], skip_special_tokens=True)
+
+    def _token(self, i: int) -> str | None:
+        return self._library.id_to_token(i) or None
+
+    def _state(self) -> dict[str, object]:
+        return {"library": json.loads(self._library.to_str())}
+
+
+class BytePairTokenizer(_LibraryTokenizer):
     """Byte pair encoding over UTF-8 bytes: any text round-trips, and nothing is unknown.
 
     Args:
@@ -102,8 +131,10 @@ class BytePairTokenizer(Tokenizer):
     """
 
     kind: Kind = "bpe"
+    _decodes_unk = False
+    _is_byte_level = True
 
-    def __init__(self, library: dict[str, Any]) -> None:
+    def __init__(self, library: dict[str, object]) -> None:
         self._library = tokenizers.Tokenizer.from_str(json.dumps(library | {"added_tokens": []}))
         self.vocab_size = self._library.get_vocab_size()
         if max(self._library.get_vocab().values(), default=0) >= self.vocab_size:
@@ -112,23 +143,6 @@ class BytePairTokenizer(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""
         return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row. Bytes that are not UTF-8 give U+FFFD; `unk_id` gives no text."""
-        visible = [[i for i in self._visible(row) if i != self.unk_id] for row in rows]
-        return self._library.decode_batch(visible, skip_special_tokens=False)
-
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return each token with its bytes as the letters of GPT-2's table: a space is \u0120."""
-        return _library_tokens(self._library, ids)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return each token for display, with its bytes as text."""
-        return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
-
-    def to_json(self) -> str:
-        """Return the complete tokenizer as JSON."""
-        return json.dumps({"kind": self.kind, "library": json.loads(self._library.to_str())}, ensure_ascii=False)
 
 
 _SPECIAL_NAMES = {
@@ -140,7 +154,7 @@ _SPECIAL_NAMES = {
 """Usual names of special tokens in `tokenizer.json` files; the first name that a file has counts."""
 
 
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """A `tokenizer.json` file of the library `tokenizers`, with any of its models (BPE, Unigram, WordLevel, WordPiece).
 
     The ids of a text are those of `Tokenizer.encode(text, add_special_tokens=False)`, with one exception: a special
@@ -158,7 +172,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     kind: Kind = "huggingface"
 
-    def __init__(self, library: dict[str, Any], special: SpecialIds | None = None) -> None:
+    def __init__(self, library: dict[str, object], special: SpecialIds | None = None) -> None:
         try:
             self._library = tokenizers.Tokenizer.from_str(json.dumps(library))
         except Exception as error:  # the library has no exception type of its own
@@ -205,24 +219,8 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = [self.unk_id if i in hidden else i for i in row]
         return [i for i in ids if i is not None]
 
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row as the file's decoder writes it. Special tokens give no text."""
-        return self._library.decode_batch([self._visible(row) for row in rows], skip_special_tokens=True)
-
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the token of each id as the vocabulary spells it."""
-        return _library_tokens(self._library, ids)
-
-    def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return each token for display, with its bytes as text."""
-        if self._is_byte_level:
-            return _byte_level_pieces(self.tokens(ids), ids, self.special_ids)
-        return super().pieces(ids)
-
-    def to_json(self) -> str:
-        """Return the complete tokenizer as JSON."""
-        tree = {"kind": self.kind, "special": self.special_ids, "library": json.loads(self._library.to_str())}
-        return json.dumps(tree, ensure_ascii=False)
+    def _state(self) -> dict[str, object]:
+        return {"special": self.special_ids} | super()._state()
 
 
 class WordTokenizer(Tokenizer):
@@ -265,7 +263,7 @@ class WordTokenizer(Tokenizer):
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of ids. An unknown word is kept as the vocabulary's token for `unk_id`."""
-        return [self._join(self.tokens(self._visible(row))) for row in rows]
+        return [self._join([self._vocabulary[i] for i in self._visible(row)]) for row in rows]
 
     def plain(self, text: str) -> str:
         """Return the words with one space between them, as `decode` writes them."""
@@ -276,16 +274,12 @@ class WordTokenizer(Tokenizer):
         # subword-nmt writes "walking" as "wal@@ king". A mark at the end of a line joins nothing.
         return line if self.kind == "word" else re.sub("@@( |$)", "", line)
 
-    def tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the token of each id as the vocabulary spells it."""
-        return [self._vocabulary[i] if 0 <= i < self.vocab_size else f"<{int(i)}>" for i in ids]
+    def _token(self, i: int) -> str | None:
+        return self._vocabulary[i] if 0 <= i < self.vocab_size else None
 
-    def to_json(self) -> str:
-        """Return the complete tokenizer as JSON."""
-        tree: dict[str, Any] = {"kind": self.kind, "vocabulary": self._vocabulary}
-        if self.special_ids != (PAD_ID, BOS_ID, EOS_ID, UNK_ID):
-            tree["special"] = self.special_ids
-        return json.dumps(tree, ensure_ascii=False)
+    def _state(self) -> dict[str, object]:
+        is_default = self.special_ids == (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
+        return {"vocabulary": self._vocabulary} | ({} if is_default else {"special": self.special_ids})
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
@@ -325,11 +319,11 @@ def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequ
 
 
 def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
-    smallest = len(SPECIAL_TOKENS) + _NUM_BYTES
+    smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
         raise UserError(
             f"model.vocab_size is {vocab_size}; byte pairs need at least {smallest}: "
-            f"{len(SPECIAL_TOKENS)} special tokens and {_NUM_BYTES} bytes"
+            f"{len(SPECIAL_TOKENS)} special tokens and 256 bytes"
         )
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -355,15 +349,6 @@ def _split_long(texts: Iterable[str]) -> Iterator[str]:
             yield text
         else:
             yield from (text[start : start + 1_000] for start in range(0, len(text), 1_000))
-
-
-def _library_tokens(library: tokenizers.Tokenizer, ids: Sequence[int]) -> list[str]:
-    return [library.id_to_token(int(i)) or f"<{int(i)}>" for i in ids]
-
-
-def _byte_level_pieces(tokens: Sequence[str], ids: Sequence[int], special: SpecialIds) -> list[str]:
-    rows = zip(ids, tokens, strict=True)
-    return [_visible_piece(token if i in special else _from_bytes(token)) for i, token in rows]
 
 
 # The letter that stands for each byte in a vocabulary of byte pairs.

@@ -4,9 +4,9 @@ import base64
 import itertools
 import json
 import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.pairs import Pairs
@@ -91,14 +91,15 @@ def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
     Raises:
         UserError: a vocabulary size is too small for the kind of tokenizer.
     """
-    kind, min_frequency = config.tokenizer.kind, config.tokenizer.min_frequency
+
+    def train_side(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        return train_tokenizer(config.tokenizer.kind, texts, vocab_size, config.tokenizer.min_frequency)
+
     if config.tokenizer.joint:
-        texts = itertools.chain(train.source, train.target)
-        joint = train_tokenizer(kind, texts, config.model.vocab_size, min_frequency)
+        joint = train_side(itertools.chain(train.source, train.target), config.model.vocab_size)
         return TokenizerPair(joint, joint)
     return TokenizerPair(
-        train_tokenizer(kind, train.source, config.model.source_rows, min_frequency),
-        train_tokenizer(kind, train.target, config.model.vocab_size, min_frequency),
+        train_side(train.source, config.model.source_rows), train_side(train.target, config.model.vocab_size)
     )
 
 
@@ -114,19 +115,20 @@ def read_tokenizer(path: Path) -> Tokenizer:
 def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
     """Return the tokenizer that JSON text describes: the reverse of `Tokenizer.to_json`.
 
-    The text may also be a `tokenizer.json` of the library `tokenizers`.
-
-    Args:
-        text: the JSON.
-        origin: name of the file, for errors.
+    The text may also be a `tokenizer.json` of the library `tokenizers`. Errors name `origin`.
 
     Raises:
         UserError: the text is not a tokenizer.
     """
     try:
         tree = json.loads(text)
-        kind = tree["kind"] if "kind" in tree else _foreign_kind(tree)
-        match kind:
+        if not isinstance(tree, dict) or not ("kind" in tree or isinstance(tree.get("model"), dict)):
+            raise ValueError("neither a tokenizer of a run, nor a tokenizer.json of the library tokenizers")
+        match tree.get("kind"):
+            case None:
+                return HuggingFaceTokenizer(tree)
+            case "huggingface":
+                return HuggingFaceTokenizer(tree["library"], _special(tree))
             case "bpe":
                 return BytePairTokenizer(tree["library"])
             case "word":
@@ -136,36 +138,24 @@ def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
             case "subword_nmt":
                 return SubwordTokenizer(tree["merges"], _words(tree), _special(tree))
             case "sentencepiece":
-                model = base64.b64decode(tree["model"], validate=True)
-                clean_up = tree.get("clean_up", False)
-                return SentencePieceTokenizer(model, tree["vocabulary"], tuple(tree["special"]), clean_up)
-            case "huggingface" if "library" in tree:
-                return HuggingFaceTokenizer(tree["library"], _special(tree))
-            case "huggingface":
-                return HuggingFaceTokenizer(tree)
+                model, special = base64.b64decode(tree["model"], validate=True), tuple(tree["special"])
+                return SentencePieceTokenizer(model, tree["vocabulary"], special, tree.get("clean_up", False))
     except UserError as error:
         raise UserError(f"{origin}: {error}") from error
     except Exception as error:  # the Rust library raises plain Exception
         raise UserError(f"{origin}: not a tokenizer: {type(error).__name__}: {error}") from error
-    raise UserError(f"{origin}: unknown kind {kind!r}; legal: {', '.join(typing.get_args(Kind))}")
+    raise UserError(f"{origin}: unknown kind {tree['kind']!r}; legal: {', '.join(typing.get_args(Kind))}")
 
 
-def _foreign_kind(tree: dict[str, Any]) -> Kind:
-    if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
-        return "huggingface"
-    raise ValueError("neither a tokenizer of a run, nor a tokenizer.json of the library tokenizers")
-
-
-def _words(tree: dict[str, Any]) -> list[str]:
+def _words(tree: Mapping[str, object]) -> list[str]:
     words = tree["vocabulary"]
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError("the vocabulary is not a list of text")
     return words
 
 
-def _special(tree: dict[str, Any]) -> SpecialIds:
-    special = tuple(tree.get("special", [PAD_ID, BOS_ID, EOS_ID, UNK_ID]))
-    pad_id, bos_id, eos_id, unk_id = special
+def _special(tree: dict) -> SpecialIds:
+    pad_id, bos_id, eos_id, unk_id = special = tree.get("special", (PAD_ID, BOS_ID, EOS_ID, UNK_ID))
     if not all(type(i) is int for i in (pad_id, bos_id, eos_id)) or type(unk_id) not in (int, type(None)):
         raise ValueError(f"the special ids are {special}; four integers are needed, of which the last may be null")
     return pad_id, bos_id, eos_id, unk_id
