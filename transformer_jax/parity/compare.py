@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +19,12 @@ from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
 from transformer_jax.interop.torch_format import params_from_annotated, params_from_torch
 from transformer_jax.model.transformer import abstract_params
-from transformer_jax.parity import this_side
 from transformer_jax.parity.report import (
-    ANY_GRADIENT,
     DRIFT,
-    FORWARD,
     KEY_BIASES,
-    LOSSES,
-    OWN_GRADIENT,
-    PARAMETERS,
     SCORE,
     SOURCE,
-    STEPS,
+    TOLERANCES,
     Difference,
     Loss,
     ParityReport,
@@ -41,7 +34,7 @@ from transformer_jax.parity.report import (
     layer_differences,
 )
 from transformer_jax.parity.suspects import find_cause
-from transformer_jax.parity.this_side import ALL_MASKS, Masks, Side, convert_source
+from transformer_jax.parity.this_side import Arrays, Side, Trained, convert_source, padded
 from transformer_jax.presets import load_config, load_recipe
 from transformer_jax.types import Batch, Params, UserError
 
@@ -49,6 +42,7 @@ if TYPE_CHECKING:  # it imports torch
     from transformer_jax.parity.oracles import Oracle
 
 AGAINST = ("torch", "annotated", "fairseq", "marian")
+STEPS = 20
 
 
 def compare(
@@ -75,7 +69,7 @@ def compare(
         UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the
             model. The fields are named.
     """
-    for name, value, legal in (("against", against, AGAINST), ("dtype", dtype, ("float32", "float64"))):
+    for name, value, legal in (("against", against, AGAINST), ("dtype", dtype, tuple(TOLERANCES))):
         if value not in legal:
             raise UserError(f"{name} is {value!r}; legal: {', '.join(legal)}")
     import_torch(f"to compare with {against}")
@@ -143,10 +137,8 @@ def compare_models(
     oracle: "Oracle",
     *,
     dtype: str = "float32",
-    masks: Masks = ALL_MASKS,
     training: TrainingConfig | None = None,
     decoding: DecodingConfig | None = None,
-    seed: int = 0,
 ) -> ParityReport:
     """Compare this package's model with an oracle on random sentences of different lengths, without dropout.
 
@@ -157,24 +149,22 @@ def compare_models(
         params: Parameters of the model.
         oracle: Other side.
         dtype: Dtype of both sides, float32 or float64.
-        masks: Masks that this side uses.
         training: Label smoothing and Adam's constants. Learning rates are a fixed warm-up to 1e-3.
         decoding: Beam size, length penalty and alpha, where the oracle has them.
-        seed: Seed of the sentences.
     """
     training = dataclasses.replace(
         training or TrainingConfig(), schedule="inverse_sqrt", peak_learning_rate=1e-3, warmup_steps=10, clip_norm=None
     )
-    decoding = oracle.decoding(decoding or DecodingConfig())
-    batches = random_batches(oracle.config, STEPS, seed)
-    side = Side(config, params, masks)
+    batches = random_batches(oracle.config, STEPS)
+    side, oracle = Side(config, params), oracle.astype(dtype)
     layers, first, cause = compare_layers(side, oracle, batches[0], dtype)
-    oracle = oracle.astype(dtype)
     # float64 exists only in this mode; GPUs and TPUs multiply float32 in fewer bits unless told.
     with jax.enable_x64(dtype == "float64"), jax.default_matmul_precision("highest"):
         side = side.astype(dtype)
-        loss, gradients, trajectory = _compare_training(side, oracle, batches, training, dtype)
-        greedy_equal, beam_equal, notes = _compare_search(side, oracle, batches[0].src, decoding)
+        ours = [batch._replace(src=convert_source(batch.src, oracle.config, config)) for batch in batches]
+        trained = side.train(ours, training), oracle.train(batches, training)
+        loss, gradients, trajectory = _compare_training(*trained, dtype)
+        greedy_equal, beam_equal, notes = _compare_search(side, oracle, batches[0].src, decoding or DecodingConfig())
     checks = {
         "loss": loss.ok,
         "gradients": all(item.ok for item in gradients),
@@ -185,11 +175,10 @@ def compare_models(
     if first is None and not all(checks.values()):
         first = next(name for name, ok in checks.items() if not ok)
         worst = [item.name for item in gradients if not item.ok] if first == "gradients" else []
-        cause = f"all sub-layers agree; {first} {', '.join(worst)} differs".replace("  ", " ")
-    notes += (KEY_BIASES + (f"; {DRIFT}" if dtype == "float32" else ""),)
+        cause = f"all sub-layers agree; {' '.join([first, ', '.join(worst)]).strip()} differs"
     return ParityReport(
         ok=first is None,
-        against=oracle.name,
+        against=oracle.peer.name,
         dtype=dtype,
         layers=layers,
         first_divergence=first,
@@ -199,7 +188,7 @@ def compare_models(
         trajectory=trajectory,
         greedy_equal=greedy_equal,
         beam_equal=beam_equal,
-        notes=notes,
+        notes=(*notes, KEY_BIASES + (f"; {DRIFT}" if dtype == "float32" else "")),
     )
 
 
@@ -214,60 +203,51 @@ def compare_layers(
         batch: Batch with the other side's conventions about BOS and EOS in the source.
         dtype: Dtype of the differences. The first divergence is looked for in float64.
     """
-    src, tgt_in = batch.src, batch.tgt_in
 
-    def outputs(variant: Side) -> this_side.Arrays:
-        return this_side.sublayers(variant, convert_source(src, oracle.config, variant.config), tgt_in)
+    def differences(variant: Side, theirs: Arrays, dtype: str) -> tuple[Difference, ...]:
+        ours = variant.sublayers(convert_source(batch.src, oracle.config, variant.config), batch.tgt_in)
+        return layer_differences(ours, theirs, batch, side.config, dtype)
 
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        exact, theirs = side.astype("float64"), oracle.astype("float64").sublayers(src, tgt_in)
-
-        def measure(variant: Side) -> tuple[Difference, ...]:
-            return layer_differences(outputs(variant), theirs, batch, side.config, "float64")
-
-        layers = measure(exact)
+        exact, other = side.astype("float64"), oracle.astype("float64")
+        theirs = other.sublayers(batch.src, batch.tgt_in)
+        layers = differences(exact, theirs, "float64")
         first = first_divergence(layers)
-        cause = find_cause(exact, oracle, first, lambda variant: first_divergence(measure(variant))) if first else None
+        cause = find_cause(exact, other, layers, lambda variant: differences(variant, theirs, "float64"))
     if dtype == "float32":
         with jax.enable_x64(False), jax.default_matmul_precision("highest"):
-            theirs = oracle.astype(dtype).sublayers(src, tgt_in)
-            layers = layer_differences(outputs(side.astype(dtype)), theirs, batch, side.config, dtype)
+            theirs = oracle.astype(dtype).sublayers(batch.src, batch.tgt_in)
+            layers = differences(side.astype(dtype), theirs, dtype)
         if first is None and (first := first_divergence(layers)):
             cause = "rounding: in float64 both sides agree in every sub-layer"
     return layers, first, cause
 
 
-def random_batches(config: ModelConfig, count: int, seed: int = 0) -> list[Batch]:
+def random_batches(config: ModelConfig, count: int) -> list[Batch]:
     """Return batches of one shape: padded sentences of random ordinary ids with different lengths."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     special = {config.pad_id, config.bos_id, config.eos_id, config.unk_id}
     start, end = [config.bos_id] * config.source_bos, [config.eos_id] * config.source_eos
     sources, targets = (sorted(set(range(rows)) - special) for rows in (config.source_rows, config.vocab_size))
 
-    def sentence(ids: list[int], length: int) -> list[int]:
-        return generator.choice(ids or [config.eos_id], length).tolist()
-
-    def padded(rows: list[list[int]]) -> np.ndarray:
-        width = max(map(len, rows))
-        return np.array([row + [config.pad_id] * (width - len(row)) for row in rows], np.int32)
+    def sentences(ids: list[int], lengths: list[int]) -> list[list[int]]:
+        return [generator.choice(ids or [config.eos_id], length).tolist() for length in generator.permutation(lengths)]
 
     batches = []
     for _ in range(count):
-        src = [start + sentence(sources, length) + end for length in generator.permutation([8, 6, 3, 1])]
-        tgt = [sentence(targets, length) for length in generator.permutation([7, 5, 4, 2])]
-        batches.append(
-            Batch(
-                padded(src),
-                padded([[config.start_id, *row] for row in tgt]),
-                padded([[*row, config.eos_id] for row in tgt]),
-            )
+        src, tgt = sentences(sources, [8, 6, 3, 1]), sentences(targets, [7, 5, 4, 2])
+        rows = (
+            [[*start, *row, *end] for row in src],
+            [[config.start_id, *row] for row in tgt],
+            [[*row, config.eos_id] for row in tgt],
         )
+        batches.append(Batch(*(padded(side, config.pad_id) for side in rows)))
     return batches
 
 
-def random_params(config: ModelConfig, seed: int = 0) -> Params:
+def random_params(config: ModelConfig) -> Params:
     """Return random parameters with biases other than zero and scales other than one, as after some training."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
 
     def draw(path: str, shape: tuple[int, ...]) -> np.ndarray:
         noise = generator.normal(size=shape)
@@ -280,65 +260,48 @@ def random_params(config: ModelConfig, seed: int = 0) -> Params:
     return unflatten({path: draw(path, leaf.shape).astype(np.float32) for path, leaf in leaves.items()})
 
 
-def _compare_training(
-    side: Side, oracle: "Oracle", batches: Sequence[Batch], training: TrainingConfig, dtype: str
-) -> tuple[Loss, tuple[Difference, ...], Trajectory]:
-    ours = this_side.train(
-        side, [batch._replace(src=convert_source(batch.src, oracle.config, side.config)) for batch in batches], training
-    )
-    rates = this_side.learning_rates(training, side.config.d_model, len(batches))
-    loss, their_gradients = oracle.loss_and_gradients(batches[0], training)
-    losses, their_params = oracle.trajectory(batches, rates, training)
-
-    largest = max(float(np.abs(gradient).max(initial=0)) for gradient in their_gradients.values())
+def _compare_training(ours: Trained, theirs: Trained, dtype: str) -> tuple[Loss, tuple[Difference, ...], Trajectory]:
+    limit = TOLERANCES[dtype]
+    largest = max(float(np.abs(gradient).max(initial=0)) for gradient in theirs.gradients.values())
     gradients = []
-    for name in {**their_gradients, **ours.gradients}:
-        item = _pair(name, ours.gradients, their_gradients)
-        ok = item.max_rel <= OWN_GRADIENT[dtype] or item.max_abs <= ANY_GRADIENT[dtype] * largest
+    for name in {**theirs.gradients, **ours.gradients}:
+        item = difference(name, ours.gradients, theirs.gradients)
+        ok = item.max_rel <= limit.own_gradient or item.max_abs <= limit.any_gradient * largest
         gradients.append(dataclasses.replace(item, ok=ok))
-
-    relative = _relative(ours.losses[0], loss)
-    worst = max(map(_relative, ours.losses, losses))
-    names = [name for name in {**their_params, **ours.params} if not name.endswith("key/bias")]
-    parameters = max(_pair(name, ours.params, their_params).max_abs for name in names)
-    ok = worst <= LOSSES[dtype] and parameters <= PARAMETERS[dtype]
+    errors = list(map(_relative, ours.losses, theirs.losses))
+    names = [name for name in {**theirs.params, **ours.params} if not name.endswith("key/bias")]
+    parameters = max(difference(name, ours.params, theirs.params).max_abs for name in names)
+    ok = max(errors) <= limit.losses and parameters <= limit.params
     return (
-        Loss(ours.losses[0], loss, relative, relative <= FORWARD[dtype]),
+        Loss(ours.losses[0], theirs.losses[0], errors[0], errors[0] <= limit.forward),
         tuple(gradients),
-        Trajectory(tuple(ours.losses), tuple(losses), worst, parameters, ok),
+        Trajectory(tuple(ours.losses), tuple(theirs.losses), max(errors), parameters, ok),
     )
 
 
 def _compare_search(
     side: Side, oracle: "Oracle", src: np.ndarray, decoding: DecodingConfig
-) -> tuple[bool, bool, tuple[str, ...]]:
+) -> tuple[bool, bool, list[str]]:
+    """Return whether greedy search agrees, whether beam search agrees, and each difference of beam search."""
     limits = ((src != oracle.config.pad_id).sum(axis=1) + min(decoding.max_length_offset, 6)).tolist()
-    decoding = dataclasses.replace(decoding, beam_size=max(decoding.beam_size, 2))
-    greedy, beam = (
-        [
-            this_side.lines(side, convert_source(src, oracle.config, side.config), limits, setting),
-            oracle.search(src, limits, setting),
-        ]
-        for setting in (dataclasses.replace(decoding, beam_size=1), decoding)
-    )
-    greedy_equal = [tokens for tokens, _ in greedy[0]] == [tokens for tokens, _ in greedy[1]]
-    beam_equal, notes = True, []
-    for number, ((ours, our_score), (theirs, their_score)) in enumerate(zip(*beam, strict=True), 1):
-        if ours == theirs:
-            continue
-        is_tie = abs(our_score - their_score) <= SCORE
-        beam_equal &= is_tie
-        notes.append(
-            f"beam search, sentence {number}: {ours} ({our_score:.6f}) here, {theirs} ({their_score:.6f}) there"
-            + (": a tie" if is_tie else "")
-        )
-    return greedy_equal, beam_equal, tuple(notes)
-
-
-def _pair(name: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> Difference:
-    if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-        return Difference(name, math.inf, math.inf, False)
-    return difference(name, ours[name], theirs[name], 0)
+    our_src = convert_source(src, oracle.config, side.config)
+    beam = dataclasses.replace(oracle.decoding(decoding), beam_size=max(decoding.beam_size, 2))
+    greedy_equal, beam_equal, notes = True, True, list[str]()
+    for setting in (dataclasses.replace(beam, beam_size=1), beam):
+        found = side.search(our_src, limits, setting), oracle.search(src, limits, setting)
+        for number, ((ours, our_score), (theirs, their_score)) in enumerate(zip(*found, strict=True), 1):
+            if ours == theirs:
+                continue
+            if setting.beam_size == 1:
+                greedy_equal = False
+                continue
+            is_tie = abs(our_score - their_score) <= SCORE
+            beam_equal &= is_tie
+            notes.append(
+                f"beam search, sentence {number}: {ours} ({our_score:.6f}) here, {theirs} ({their_score:.6f}) there"
+                + (": a tie" if is_tie else "")
+            )
+    return greedy_equal, beam_equal, notes
 
 
 def _relative(one: float, other: float) -> float:

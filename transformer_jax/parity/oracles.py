@@ -4,57 +4,55 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.interop.tables import flatten
+from transformer_jax.interop.tables import Table, flatten, from_foreign, to_foreign
+from transformer_jax.interop.torch_format import SUBLAYERS
+from transformer_jax.model.positional import sinusoids
+from transformer_jax.parity.this_side import Arrays, Hypothesis, Trained
+from transformer_jax.parity.torch_models import load_numpy
+from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import Batch, Params
 
-Arrays = dict[str, np.ndarray]
-# A hypothesis: its tokens with EOS and without the start token, and the score that ranks it.
-Line = tuple[list[int], float]
 
+@dataclass(frozen=True)
+class Peer:
+    """An implementation to compare with.
 
-class Oracle(Protocol):
-    """The other side of a comparison, with this package's names of layers and parameters."""
+    Args:
+        name: Name for the command line and in reports.
+        default: Small model with its conventions.
+        check: Raises UserError unless it can compute a model.
+        table: Its names of parameters.
+        build: Makes its module, with the weights in a folder if there is one, otherwise with random weights.
+        logits: Calls the module with source and target ids.
+        stacks: Prefix of the modules `encoder` and `decoder`.
+        sublayers: For each stack, the module of each sub-layer of a layer and of its norm, in the order of `SUBLAYERS`.
+        prefix: Prefix of its names of parameters before those of the table.
+        time_first: Whether the outputs of sub-layers are `t b d_model`.
+        generates: Whether the module's own `generate` searches.
+    """
 
-    @property
-    def name(self) -> str:
-        """Name of the implementation."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """Conventions that it follows."""
-
-    def astype(self, dtype: str) -> "Oracle":
-        """Return the model in float32 or float64."""
-
-    def params(self) -> Params:
-        """Return its weights as this package's parameters."""
-
-    def sublayers(self, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
-        """Return the output of every sub-layer in the order of the forward pass, `logits` last."""
-
-    def loss_and_gradients(self, batch: Batch, training: TrainingConfig) -> tuple[float, Arrays]:
-        """Return the mean loss over the target tokens and its gradient for every parameter."""
-
-    def trajectory(
-        self, batches: Sequence[Batch], rates: Sequence[float], training: TrainingConfig
-    ) -> tuple[list[float], Arrays]:
-        """Train with Adam and one learning rate per batch. Return the losses and the final parameters."""
-
-    def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
-        """Return the settings of the nearest search that it offers."""
-
-    def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Line]:
-        """Return the best hypothesis of each row, by greedy search if beam_size is 1."""
+    name: str
+    default: ModelConfig
+    check: Callable[[ModelConfig], None]
+    table: Table
+    build: Callable[[ModelConfig, Path | None], nn.Module]
+    logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    stacks: str
+    sublayers: Mapping[str, tuple[str, ...]]
+    prefix: str = ""
+    time_first: bool = False
+    generates: bool = False
 
 
 @contextlib.contextmanager
@@ -68,162 +66,169 @@ def few_threads() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class Hook(NamedTuple):
-    """A module whose output is recorded, or with `is_input` its input."""
-
-    module: str
-    is_input: bool = False
-
-
 @dataclass(frozen=True)
-class TorchOracle:
-    """An oracle that is a torch module.
+class Oracle:
+    """The other side of a comparison, with this package's names of layers and parameters.
 
     Args:
-        name: Name of the implementation.
-        config: Conventions that it follows.
-        build: Makes the module with its weights in a dtype.
-        hooks: Module of each sub-layer. `{i}` is the index of a layer.
-        to_params: Converts named tensors (weights, gradients) to this package's parameters.
-        logits: Calls the module.
-        skipped: Name endings of parameters that are constants.
-        time_first: Whether outputs of sub-layers are `t b d_model`.
-        generates: Whether the module's own `generate` searches.
-        dtype: Dtype of the module.
+        peer: The implementation.
+        config: Conventions of the model.
+        weights: Parameters of the model.
+        folder: Folder from which the implementation itself reads the weights, in place of `weights`.
+        dtype: Dtype of the module, float32 or float64.
     """
 
-    name: str
+    peer: Peer
     config: ModelConfig
-    build: Callable[[str], nn.Module]
-    hooks: Mapping[str, Hook]
-    to_params: Callable[[Arrays, ModelConfig], Params]
-    logits: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-    skipped: tuple[str, ...] = ()
-    time_first: bool = False
-    generates: bool = False
+    weights: Params
+    folder: Path | None = None
     dtype: str = "float32"
-    _built: dict[str, nn.Module] = field(default_factory=dict, repr=False, compare=False)
 
-    def astype(self, dtype: str) -> "TorchOracle":
+    def astype(self, dtype: str) -> "Oracle":
         """Return the model in float32 or float64."""
         return self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype)
 
-    def params(self) -> Params:
-        """Return its weights as this package's parameters."""
-        return self._to_params({name: parameter.detach() for name, parameter in self._named(self._module())})
+    @cached_property
+    def module(self) -> nn.Module:
+        """The module that everything but `train` calls."""
+        return self.build()
+
+    def build(self) -> nn.Module:
+        """Return a new module with the weights."""
+        with torch.random.fork_rng():  # the random weights are replaced
+            # Gradients stay enabled, because torch's fused inference layers would bypass the hooks.
+            module = self.peer.build(self.config, self.folder).to(getattr(torch, self.dtype)).eval()
+        if self.folder is None:
+            # Not strict: tied tensors and constants have no entry. A tensor without a place shows as a difference.
+            load_numpy(module, self._foreign(self.weights), strict=False)
+        # Tensors that the format always has and the model lacks are zero, and must stay zero in training.
+        ones = self._foreign(jax.tree.map(lambda leaf: np.ones(np.shape(leaf), np.float32), self.weights))
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if _is_constant(name) or (name in ones and not ones[name].any()):
+                parameter.requires_grad_(False)
+        if self.dtype == "float64":
+            _widen_positions(module)
+        return module
+
+    def params(self) -> Arrays:
+        """Return the weights under this package's names."""
+        return self._arrays(self.module, lambda parameter: parameter)
 
     @few_threads()
     def sublayers(self, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
         """Return the output of every sub-layer in the order of the forward pass, `logits` last."""
-        module, seen, handles = self._module(), {}, []
+        seen = Arrays()
 
-        def see(name: str, value: Any) -> None:
+        def record(name: str, value: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
             value = value[0] if isinstance(value, tuple) else value
-            seen[name] = (value.transpose(0, 1) if self.time_first else value).detach().numpy()
+            seen[name] = (value.transpose(0, 1) if self.peer.time_first else value).detach().numpy()
 
-        for name, hook in self._places():
-            place = module.get_submodule(hook.module)
-            if hook.is_input:
-                handles.append(place.register_forward_pre_hook(lambda _, args, name=name: see(name, args[0])))
-            else:
-                handles.append(place.register_forward_hook(lambda _, args, output, name=name: see(name, output)))
-        try:
-            logits = self.logits(module, _ids(src), _ids(tgt_in))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return {**seen, "logits": logits.detach().numpy()}
+        with contextlib.ExitStack() as hooks:
+            for name, place in self._places().items():
+                module = self.module.get_submodule(place)
+                if name.endswith("embedding"):
+                    hook = module.register_forward_pre_hook(lambda _, args, name=name: record(name, args))
+                else:
+                    hook = module.register_forward_hook(lambda _, args, output, name=name: record(name, output))
+                hooks.enter_context(hook)
+            seen["logits"] = self.peer.logits(self.module, _ids(src), _ids(tgt_in)).detach().numpy()
+        return seen
 
     @few_threads()
-    def loss_and_gradients(self, batch: Batch, training: TrainingConfig) -> tuple[float, Arrays]:
-        """Return the mean loss over the target tokens and its gradient for every parameter."""
-        module = self._module()
-        module.zero_grad()
-        loss = self._loss(module, batch, training)
-        loss.backward()
-        gradients = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in self._named(module)
-        }
-        return loss.item(), flatten(self._to_params(gradients))
-
-    @few_threads()
-    def trajectory(
-        self, batches: Sequence[Batch], rates: Sequence[float], training: TrainingConfig
-    ) -> tuple[list[float], Arrays]:
-        """Train with Adam and one learning rate per batch. Return the losses and the final parameters."""
-        module, losses = self._fresh(), []
+    def train(self, batches: Sequence[Batch], training: TrainingConfig) -> Trained:
+        """Run one update of torch's Adam per batch."""
+        module = self.build()
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         betas = (training.adam_beta1, training.adam_beta2)
         optimizer = torch.optim.Adam(trained, betas=betas, eps=training.adam_epsilon)
+        rates = np.asarray(jax.jit(make_schedule(training, self.config.d_model))(jnp.arange(len(batches)))).tolist()
+        losses, gradients = [], Arrays()
         for batch, rate in zip(batches, rates, strict=True):
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
-            loss = self._loss(module, batch, training)
+            logits = self.peer.logits(module, _ids(batch.src), _ids(batch.tgt_in))
+            loss = smoothed_loss(logits, _ids(batch.tgt_out), training, self.config.pad_id)
             loss.backward()
+            gradients = gradients or self._arrays(
+                module, lambda parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
             optimizer.step()
             losses.append(loss.item())
-        return losses, flatten(self._to_params({name: parameter.detach() for name, parameter in self._named(module)}))
+        return Trained(losses, gradients, self._arrays(module, lambda parameter: parameter))
 
     def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
         """Return the settings of the nearest search that it offers."""
-        if self.generates:
+        if self.peer.generates:
             return dataclasses.replace(decoding, length_penalty="power", stopping="huggingface")
         return dataclasses.replace(decoding, stopping="paper")
 
     @few_threads()
-    def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Line]:
+    def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Hypothesis]:
         """Return the best hypothesis of each row, by greedy search if beam_size is 1."""
-        lines = []
+        found = []
         for row, limit in zip(src, limits, strict=True):
             row = row[row != self.config.pad_id]  # one sentence at a time: a search must not depend on the others
-            if self.generates:
-                lines.append(generate(self._module(), row, limit, decoding, self.config))
+            if self.peer.generates:
+                found.append(generate(self.module, row, limit, decoding, self.config))
             else:
-                lines.append(brute_beam(partial(self._next, row), limit, decoding, self.config))
-        return lines
+                found.append(brute_beam(partial(self._next, row), limit, decoding, self.config))
+        return found
 
     def _next(self, src: np.ndarray, prefixes: np.ndarray) -> np.ndarray:
         """Return log-probabilities `n v` of the token after each prefix."""
         tokens = np.concatenate([np.full((len(prefixes), 1), self.config.start_id), prefixes], axis=1)
-        logits = self.logits(self._module(), _ids(np.repeat(src[None], len(prefixes), axis=0)), _ids(tokens))
+        logits = self.peer.logits(self.module, _ids(np.repeat(src[None], len(prefixes), axis=0)), _ids(tokens))
         return logits[:, -1].log_softmax(-1).detach().numpy()
 
-    def _module(self) -> nn.Module:
-        if self.dtype not in self._built:
-            self._built[self.dtype] = self._fresh()
-        return self._built[self.dtype]
-
-    def _fresh(self) -> nn.Module:
-        with torch.random.fork_rng():  # the random weights are replaced
-            # Gradients stay enabled, because torch's fused inference layers would bypass the hooks.
-            return self.build(self.dtype).eval()
-
-    def _places(self) -> list[tuple[str, Hook]]:
-        places = []
-        for name, hook in self.hooks.items():
-            if name.endswith("final_norm") and not self.config.final_norm:
-                continue
-            stack = self.config.encoder if name.startswith("encoder") else self.config.decoder
-            for layer in range(stack.num_layers) if "{i}" in name else (0,):
-                filled = [text.replace("{i}", str(layer)) for text in (name, hook.module)]
-                places.append((filled[0], Hook(filled[1], hook.is_input)))
+    def _places(self) -> dict[str, str]:
+        """Return the module of each sub-layer. The embeddings' sum is the input of the first layer."""
+        places = {}
+        for stack, size in (("encoder", self.config.encoder), ("decoder", self.config.decoder)):
+            layers = f"{self.peer.stacks}{stack}.layers"
+            places[f"{stack}/embedding"] = f"{layers}.0"
+            names = [name for sublayer in SUBLAYERS[stack] for name in (sublayer, f"{sublayer}_norm")]
+            for layer in range(size.num_layers):
+                for name, module in zip(names, self.peer.sublayers[stack], strict=True):
+                    places[f"{stack}/layer_{layer}/{name}"] = f"{layers}.{layer}.{module}"
+            if self.config.final_norm:
+                places[f"{stack}/final_norm"] = f"{self.peer.stacks}{stack}.norm"
         return places
 
-    def _named(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters, a shared one under each of its names."""
-        named = module.named_parameters(remove_duplicate=False)
-        return [(name, parameter) for name, parameter in named if not name.endswith(self.skipped or ("\0",))]
+    def _foreign(self, params: Params) -> Arrays:
+        tensors = to_foreign(params, self.peer.table, self.config)
+        return {self.peer.prefix + name: tensor for name, tensor in tensors.items()}
 
-    def _to_params(self, tensors: Mapping[str, torch.Tensor]) -> Params:
+    def _arrays(self, module: nn.Module, value: Callable[[nn.Parameter], torch.Tensor]) -> Arrays:
+        """Return a value of each parameter under this package's names."""
+        tensors = {
+            name.removeprefix(self.peer.prefix): value(parameter).detach().numpy()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if not _is_constant(name)
+        }
         changes = {"dtype": self.dtype, "param_dtype": self.dtype}
         config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]  # a str that is a Dtype
         with jax.enable_x64(self.dtype == "float64"):  # the table takes shapes from the model
-            return self.to_params({name: tensor.numpy() for name, tensor in tensors.items()}, config)
+            return flatten(from_foreign(tensors, self.peer.table, config, f"{self.peer.name}'s module"))
 
-    def _loss(self, module: nn.Module, batch: Batch, training: TrainingConfig) -> torch.Tensor:
-        logits = self.logits(module, _ids(batch.src), _ids(batch.tgt_in))
-        return smoothed_loss(logits, _ids(batch.tgt_out), training, self.config.pad_id)
+
+def _is_constant(name: str) -> bool:
+    """Return whether a parameter of transformers is a table of sinusoids."""
+    return name.endswith("embed_positions.weight")
+
+
+def _widen_positions(module: nn.Module) -> None:
+    """Replace position tables that transformers computes in float32 by tables in float64."""
+    for name, place in module.named_modules():
+        if not _is_constant(f"{name}.weight"):
+            continue
+        is_fairseq = hasattr(place, "make_positions")
+        rows, d_model = place.weight.shape
+        new = torch.from_numpy(sinusoids(rows, d_model, "halves", "tensor2tensor" if is_fairseq else "paper"))
+        if is_fairseq:
+            new[place.padding_idx] = 0
+        if (new - place.weight.detach()).abs().max() > 1e-3:
+            raise RuntimeError(f"{name} of transformers is not the table that it is known to have")
+        place.weight.data = new
 
 
 def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, training: TrainingConfig, pad_id: int) -> torch.Tensor:
@@ -241,7 +246,7 @@ def smoothed_loss(logits: torch.Tensor, targets: torch.Tensor, training: Trainin
 
 def brute_beam(
     next_log_probs: Callable[[np.ndarray], np.ndarray], limit: int, decoding: DecodingConfig, config: ModelConfig
-) -> Line:
+) -> Hypothesis:
     """Return the best hypothesis of a beam search that never stops early and recomputes every prefix.
 
     Args:
@@ -250,8 +255,8 @@ def brute_beam(
         decoding: beam_size (1 for greedy search), length_penalty, alpha, min_length and forbidden_ids.
         config: eos_id, and pad_id, which is never generated.
     """
-    live: list[tuple[list[int], float]] = [([], 0.0)]
-    finished: list[tuple[list[int], float]] = []
+    live: list[Hypothesis] = [([], 0.0)]
+    finished: list[Hypothesis] = []
     for length in range(1, limit + 1):
         prefixes = np.array([tokens for tokens, _ in live], np.int64).reshape(len(live), length - 1)
         log_probs = next_log_probs(prefixes) + np.array([log_prob for _, log_prob in live])[:, None]
@@ -275,7 +280,9 @@ def brute_beam(
     return live[0][0], live[0][1] / _penalty(limit, decoding)
 
 
-def generate(module: Any, src: np.ndarray, limit: int, decoding: DecodingConfig, config: ModelConfig) -> Line:
+def generate(
+    module: nn.Module, src: np.ndarray, limit: int, decoding: DecodingConfig, config: ModelConfig
+) -> Hypothesis:
     """Return the best hypothesis of the method `generate` of transformers."""
     found = module.generate(
         input_ids=_ids(src[None]),
@@ -301,9 +308,8 @@ def generate(module: Any, src: np.ndarray, limit: int, decoding: DecodingConfig,
 
 
 def _penalty(length: int, decoding: DecodingConfig) -> float:
-    if decoding.length_penalty == "none":
-        return 1.0
-    return ((5 + length) / 6 if decoding.length_penalty == "gnmt" else length) ** decoding.alpha
+    bases = {"none": 1.0, "gnmt": (5 + length) / 6, "power": length}
+    return bases[decoding.length_penalty] ** decoding.alpha
 
 
 def _ids(tokens: np.ndarray) -> torch.Tensor:

@@ -2,25 +2,39 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import NamedTuple
 
 import numpy as np
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.parity.this_side import Arrays
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import Batch
 
-# Largest error of sub-layers and of the loss, relative to max(1, the largest value).
-FORWARD = {"float32": 1e-5, "float64": 1e-10}
-# Largest error of gradients, relative to the tensor's own largest value, or else to the largest of all.
-OWN_GRADIENT = {"float32": 1e-4, "float64": 1e-9}
-ANY_GRADIENT = {"float32": 1e-5, "float64": 1e-10}
-# Largest relative error of the losses of training, and largest error of the parameters after it (see `DRIFT`).
-LOSSES = {"float32": 1e-4, "float64": 1e-9}
-PARAMETERS = {"float32": math.inf, "float64": 1e-9}
+
+class Tolerance(NamedTuple):
+    """Largest errors that rounding explains."""
+
+    forward: float
+    """Of sub-layers and of the loss, relative to max(1, the largest value)."""
+    own_gradient: float
+    """Of a gradient, relative to its own largest value. A gradient within `any_gradient` is fine too."""
+    any_gradient: float
+    """Of a gradient, relative to the largest value of all gradients."""
+    losses: float
+    """Of the losses of training, relative."""
+    params: float
+    """Of the parameters after training, absolute (see `DRIFT`)."""
+
+
+TOLERANCES = {
+    "float32": Tolerance(forward=1e-5, own_gradient=1e-4, any_gradient=1e-5, losses=1e-4, params=math.inf),
+    "float64": Tolerance(forward=1e-10, own_gradient=1e-9, any_gradient=1e-10, losses=1e-9, params=1e-9),
+}
 SCORE = 1e-4
-STEPS = 20
 KEY_BIASES = (
     "key biases are not compared after training: a key's bias never changes the softmax, so its gradient is "
     "rounding noise, which Adam turns into full steps"
@@ -106,75 +120,77 @@ class ParityReport:
         return to_json(fields)
 
 
+def difference(
+    name: str, ours: Arrays, theirs: Arrays, tolerance: float = 0, where: np.ndarray | EllipsisType = ...
+) -> Difference:
+    """Return the difference of two arrays of one name, ok if at most the tolerance times max(1, the largest value).
+
+    Args:
+        name: Name of the array. An array that only one side has, or of another shape, differs infinitely.
+        ours: Arrays of this side.
+        theirs: Arrays of the other side.
+        tolerance: Largest difference that is ok.
+        where: Index of the entries to compare.
+    """
+    error, largest = math.inf, 0.0
+    if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
+        with np.errstate(invalid="ignore"):
+            error = float(np.abs(ours[name] - theirs[name])[where].max(initial=0))
+        largest = float(np.abs(theirs[name])[where].max(initial=0))
+    if not math.isfinite(error):
+        return Difference(name, math.inf, math.inf, False)
+    relative = error / largest if largest else (math.inf if error else 0.0)
+    return Difference(name, error, relative, error <= tolerance * max(1, largest))
+
+
+def layer_differences(
+    ours: Arrays, theirs: Arrays, batch: Batch, config: ModelConfig, dtype: str
+) -> tuple[Difference, ...]:
+    """Return the differences in the order of the other side's forward pass, without padded positions."""
+    is_target = batch.tgt_in != config.pad_id
+    is_target[:, 0] = True  # the start token may have the padding's id
+    is_real = {"encoder": batch.src != config.pad_id, "decoder": is_target, "logits": is_target}
+    names = list(theirs)
+    for name in ours.keys() - theirs.keys():  # a final norm that only this side has belongs at the stack's end
+        stack = name.partition("/")[0]
+        names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
+    tolerance = TOLERANCES[dtype].forward
+    return tuple(difference(name, ours, theirs, tolerance, is_real[name.partition("/")[0]]) for name in names)
+
+
 def first_divergence(layers: Sequence[Difference]) -> str | None:
     """Return the name of the first difference that is not within tolerance."""
     return next((item.name for item in layers if not item.ok), None)
 
 
-def layer_differences(
-    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], batch: Batch, config: ModelConfig, dtype: str
-) -> tuple[Difference, ...]:
-    """Return the differences in the order of the other side's forward pass, without padded positions."""
-    src_counts, tgt_counts = batch.src != config.pad_id, batch.tgt_in != config.pad_id
-    tgt_counts[:, 0] = True  # the start token may have the padding's id
-    names = list(theirs)
-    for name in ours.keys() - theirs.keys():  # a final norm that only this side has belongs at the stack's end
-        stack = name.partition("/")[0]
-        names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
-
-    def differ(name: str) -> Difference:
-        counts = src_counts if name.startswith("encoder/") else tgt_counts
-        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            return Difference(name, math.inf, math.inf, False)
-        return difference(name, ours[name][counts], theirs[name][counts], FORWARD[dtype])
-
-    return tuple(map(differ, names))
-
-
-def difference(name: str, ours: np.ndarray, theirs: np.ndarray, tolerance: float) -> Difference:
-    """Return the difference of two arrays, ok if it is within the tolerance times max(1, the largest value)."""
-    with np.errstate(invalid="ignore"):
-        error, largest = np.abs(ours - theirs).max(initial=0), np.abs(theirs).max(initial=0)
-    if not np.isfinite(error):
-        return Difference(name, math.inf, math.inf, False)
-    relative = error / largest if largest else (math.inf if error else 0.0)
-    return Difference(name, float(error), float(relative), bool(error <= tolerance * max(1, largest)))
-
-
 def render(report: ParityReport) -> str:
     """Return the report as a table."""
 
+    def mark(ok: bool) -> str:
+        return "" if ok else "  <- differs"
+
     def rows(title: str, items: Sequence[Difference]) -> list[str]:
         width = max(len(item.name) for item in items)
-        head = f"{title:<{width}}  {'max abs':>9}  {'max rel':>9}"
-        lines = [
-            f"{item.name:<{width}}  {item.max_abs:9.2e}  {item.max_rel:9.2e}{'' if item.ok else '  <- differs'}"
-            for item in items
-        ]
-        return [head, *lines, ""]
+        lines = [f"{item.name:<{width}}  {item.max_abs:9.2e}  {item.max_rel:9.2e}{mark(item.ok)}" for item in items]
+        return [f"{title:<{width}}  {'max abs':>9}  {'max rel':>9}", *lines, ""]
 
     trajectory, loss = report.trajectory, report.loss
     first, last = (f"{trajectory.this[i]:.6f} here, {trajectory.other[i]:.6f} there" for i in (0, -1))
+    conclusion = f"DIVERGES first at {report.first_divergence}\nlikely cause: {report.cause}"
     return "\n".join(
         [
             f"against {report.against}, {report.dtype}",
             "",
             *rows("sub-layer, in the order of the forward pass", report.layers),
             *rows("gradient", report.gradients),
-            f"loss          {loss.this:.8f} here, {loss.other:.8f} there, relative {loss.max_rel:.2e}{_mark(loss.ok)}",
+            f"loss          {loss.this:.8f} here, {loss.other:.8f} there, relative {loss.max_rel:.2e}{mark(loss.ok)}",
             f"{len(trajectory.this)} updates    first loss {first}; last {last}",
             f"              losses differ by {trajectory.max_rel:.2e} relative, parameters at the end by "
-            f"{trajectory.parameters_max_abs:.2e}{_mark(trajectory.ok)}",
+            f"{trajectory.parameters_max_abs:.2e}{mark(trajectory.ok)}",
             f"greedy search {'equal' if report.greedy_equal else 'differs'}, token by token",
             f"beam search   {'equal' if report.beam_equal else 'differs'}",
             *(f"note: {note}" for note in report.notes),
             "",
-            "within tolerance"
-            if report.ok
-            else f"DIVERGES first at {report.first_divergence}\nlikely cause: {report.cause}",
+            "within tolerance" if report.ok else conclusion,
         ]
     )
-
-
-def _mark(ok: bool) -> str:
-    return "" if ok else "  <- differs"

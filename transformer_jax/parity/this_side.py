@@ -1,11 +1,12 @@
-"""This side of a comparison: the outputs of this package's model, sub-layer by sub-layer, in training and search."""
+"""This side of a comparison: a model of this package, which answers what an `Oracle` answers."""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,54 +21,53 @@ from transformer_jax.model.masks import padding_mask, target_mask
 from transformer_jax.model.normalization import LayerNorm
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.loss import LossSpec
-from transformer_jax.training.optimizer import make_optimizer, make_schedule
+from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import TrainState, dropout_rng, train_step
 from transformer_jax.types import Batch, Params
 
 Arrays = dict[str, np.ndarray]
+"""Outputs of sub-layers, parameters or gradients by path."""
+Hypothesis = tuple[list[int], float]
+"""Token ids with EOS and without the start token, and the score that ranks them."""
+
+
+class Trained(NamedTuple):
+    """Results of a few updates."""
+
+    losses: list[float]
+    """Mean loss over the target tokens before each update."""
+    gradients: Arrays
+    """Gradients of the first update's loss."""
+    params: Arrays
+    """Parameters after the last update."""
 
 
 class Masks(NamedTuple):
-    """Which masks a side uses."""
+    """Which masks `Side.sublayers` uses."""
 
     encoder_padding: bool = True
-    """Padding of the source is hidden from the encoder's self-attention."""
+    """Whether padding of the source is hidden from the encoder's self-attention."""
     cross_padding: bool = True
-    """Padding of the source is hidden from the decoder's attention over the encoder's output."""
+    """Whether padding of the source is hidden from the decoder's attention over the encoder's output."""
     causal: bool = True
-    """Later positions are hidden from the decoder's self-attention."""
+    """Whether later positions are hidden from the decoder's self-attention."""
+
+    def logits(self, model: Transformer, src: jax.Array, tgt_in: jax.Array) -> jax.Array:
+        """Return the model's logits `b t v`, computed with these masks."""
+        seen, tgt_mask = padding_mask(src, model.config.pad_id), target_mask(tgt_in, model.config.pad_id)
+        everything = jnp.ones_like(seen)
+        memory = model.encode(src, src_mask=seen if self.encoder_padding else everything)
+        if not self.causal:  # the last position may attend to everything but padding, and now all positions may
+            tgt_mask = jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape)
+        return model.decode(tgt_in, memory, seen if self.cross_padding else everything, tgt_mask=tgt_mask)
 
 
 ALL_MASKS = Masks()
 
 
-class MaskedTransformer(Transformer):
-    """The model without some of its masks."""
-
-    masks: Masks = ALL_MASKS
-
-    def hidden_states(self, src: Any, tgt_in: Any, *, deterministic: bool = True, **_: Any) -> Any:
-        """Return the decoder's output and the unembedding, as `Transformer` does."""
-        seen = padding_mask(src, self.config.pad_id)
-        everything = jnp.ones_like(seen)
-        memory = self.encode(
-            src, src_mask=seen if self.masks.encoder_padding else everything, deterministic=deterministic
-        )
-        tgt_mask = target_mask(tgt_in, self.config.pad_id)
-        x = self.decode_hidden(
-            tgt_in,
-            memory,
-            seen if self.masks.cross_padding else everything,
-            # The last position may attend to everything but padding. Without causality all positions may.
-            tgt_mask=tgt_mask if self.masks.causal else jnp.broadcast_to(tgt_mask[:, :, -1:], tgt_mask.shape),
-            deterministic=deterministic,
-        )
-        return x, self.unembedding()
-
-
 @dataclass(frozen=True)
 class Side:
-    """A model of this package: configuration, parameters, masks."""
+    """A model of this package."""
 
     config: ModelConfig
     params: Params
@@ -82,20 +82,58 @@ class Side:
         params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), self.params)
         return dataclasses.replace(self, config=config, params=params)
 
-    @property
-    def model(self) -> Transformer:
-        """Module that computes the side."""
-        return Transformer(self.config) if all(self.masks) else MaskedTransformer(self.config, masks=self.masks)
+    def sublayers(self, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
+        """Return the output of every sub-layer by its path, the sums of embeddings and positions, and the logits."""
+
+        def is_wanted(module: nn.Module, method: str) -> bool:
+            # The model's own dropout receives the sums of embeddings and positions.
+            is_sublayer = isinstance(module, MultiHeadAttention | FeedForward | LayerNorm)
+            return method == "__call__" and (is_sublayer or module.path == ("dropout",))
+
+        # Not jitted, because the search for a cause runs many variants, which share their compiled operations.
+        logits, state = Transformer(self.config).apply(
+            {"params": jax.tree.map(jnp.asarray, self.params)},
+            jnp.asarray(src),
+            jnp.asarray(tgt_in),
+            method=self.masks.logits,
+            capture_intermediates=is_wanted,
+        )
+        # Each module's path has the values that its method returned, one per call.
+        seen = {path.rpartition("/")[0]: values for path, values in flatten(state["intermediates"]).items()}
+        embeddings = dict(zip(("encoder/embedding", "decoder/embedding"), seen.pop("dropout"), strict=True))
+        return _numpy(embeddings | {name: values[0] for name, values in seen.items()} | {"logits": logits})
+
+    def train(self, batches: Sequence[Batch], training: TrainingConfig) -> Trained:
+        """Run one update per batch with the package's own training step."""
+        optimizer = optax.chain(_recorder(), make_optimizer(training, self.config.d_model))
+        loss = LossSpec(training.label_smoothing, training.label_smoothing_over)
+        step = jax.jit(partial(train_step, model=Transformer(self.config), optimizer=optimizer, loss=loss))
+        params = jax.tree.map(jnp.asarray, self.params)
+        state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        losses, gradients = [], Arrays()
+        for batch in batches:
+            state, metrics = step(state, batch, dropout_rng(0))
+            losses.append(float(metrics.loss))
+            gradients = gradients or _numpy(flatten(state.opt_state[0]))
+        return Trained(losses, gradients, _numpy(flatten(state.params)))
+
+    def search(self, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig) -> list[Hypothesis]:
+        """Return the best hypothesis of each row, by greedy search if beam_size is 1."""
+        spec = search_spec(
+            self.config,
+            decoding,
+            max_lengths=np.asarray(limits, np.int32),
+            max_length=max(limits),
+            forbidden_ids=decoding.forbidden_ids,
+        )
+        model = Transformer(self.config)
+        found = search(self.params, jnp.asarray(src, jnp.int32), spec, model=model, quantization=decoding.quantization)
+        tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
+        return [(row[:end].tolist(), float(score)) for row, end, score in zip(tokens, lengths, scores, strict=True)]
 
 
 def convert_source(src: np.ndarray, origin: ModelConfig, target: ModelConfig) -> np.ndarray:
-    """Return source ids `b s` with the start and end symbols of another configuration.
-
-    Args:
-        src: Padded source ids.
-        origin: Configuration whose BOS and EOS the ids have.
-        target: Configuration whose BOS and EOS the result has.
-    """
+    """Return padded source ids `b s` of one configuration with the BOS and EOS of another configuration."""
     if (origin.source_bos, origin.source_eos) == (target.source_bos, target.source_eos):
         return src
     start, end = [target.bos_id] * target.source_bos, [target.eos_id] * target.source_eos
@@ -103,67 +141,13 @@ def convert_source(src: np.ndarray, origin: ModelConfig, target: ModelConfig) ->
     for row in src:
         ids = row[row != origin.pad_id].tolist()
         rows.append([*start, *ids[int(origin.source_bos) : len(ids) - origin.source_eos], *end])
+    return padded(rows, target.pad_id)
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
+    """Return rows of token ids as one array, padded on the right."""
     width = max(map(len, rows))
-    return np.array([row + [target.pad_id] * (width - len(row)) for row in rows], src.dtype)
-
-
-def sublayers(side: Side, src: np.ndarray, tgt_in: np.ndarray) -> Arrays:
-    """Return the output of every sub-layer by its path, the sums of embeddings and positions, and `logits` last."""
-    wanted = (MultiHeadAttention, FeedForward, LayerNorm)
-
-    def is_wanted(module: Any, method: str) -> bool:
-        # The model's own dropout receives the sums of embeddings and positions.
-        return method == "__call__" and (isinstance(module, wanted) or module.path == ("dropout",))
-
-    # Not jitted, because the search for a cause runs many variants, which share their compiled operations.
-    logits, state = side.model.apply(
-        {"params": jax.tree.map(jnp.asarray, side.params)},
-        jnp.asarray(src),
-        jnp.asarray(tgt_in),
-        capture_intermediates=is_wanted,
-    )
-    # Each module's path has the values that its method returned, one per call.
-    seen = {path.rpartition("/")[0]: values for path, values in flatten(state["intermediates"]).items()}
-    embeddings = dict(zip(("encoder/embedding", "decoder/embedding"), seen.pop("dropout"), strict=True))
-    outputs = embeddings | {name: values[0] for name, values in seen.items()} | {"logits": logits}
-    return {name: np.asarray(value) for name, value in outputs.items()}
-
-
-def learning_rates(training: TrainingConfig, d_model: int, count: int) -> list[float]:
-    """Return the optimizer's learning rate of each of the first `count` updates."""
-    return np.asarray(jax.jit(make_schedule(training, d_model))(jnp.arange(count))).tolist()
-
-
-class Trained(NamedTuple):
-    """Results of a few updates."""
-
-    losses: list[float]
-    """Mean loss over the target tokens before each update."""
-    gradients: Arrays
-    """Gradients of the first update's loss."""
-    params: Arrays
-    """Parameters after the last update."""
-
-
-def train(side: Side, batches: Sequence[Batch], training: TrainingConfig) -> Trained:
-    """Run one update per batch with the package's own training step."""
-    optimizer = optax.chain(_recorder(), make_optimizer(training, side.config.d_model))
-    step = jax.jit(
-        partial(
-            train_step,
-            model=side.model,
-            optimizer=optimizer,
-            loss=LossSpec(training.label_smoothing, training.label_smoothing_over),
-        )
-    )
-    params = jax.tree.map(jnp.asarray, side.params)
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-    losses, gradients = [], Arrays()
-    for batch in batches:
-        state, metrics = step(state, batch, dropout_rng(0))
-        losses.append(float(metrics.loss))
-        gradients = gradients or _numpy(state.opt_state[0])
-    return Trained(losses, gradients, _numpy(state.params))
+    return np.array([[*row, *[pad_id] * (width - len(row))] for row in rows], np.int32)
 
 
 def _recorder() -> optax.GradientTransformation:
@@ -173,27 +157,5 @@ def _recorder() -> optax.GradientTransformation:
     )
 
 
-def lines(
-    side: Side, src: np.ndarray, limits: Sequence[int], decoding: DecodingConfig
-) -> list[tuple[list[int], float]]:
-    """Return the best hypothesis of each row: its tokens with EOS, and the score that ranks it."""
-    spec = search_spec(
-        side.config,
-        decoding,
-        max_lengths=np.asarray(limits, np.int32),
-        max_length=max(limits),
-        forbidden_ids=decoding.forbidden_ids,
-    )
-    found = search(
-        side.params,
-        jnp.asarray(src, jnp.int32),
-        spec,
-        model=Transformer(side.config),
-        quantization=decoding.quantization,
-    )
-    tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
-    return [(row[:length].tolist(), float(score)) for row, length, score in zip(tokens, lengths, scores, strict=True)]
-
-
-def _numpy(params: Params) -> Arrays:
-    return {name: np.asarray(leaf) for name, leaf in flatten(params).items()}
+def _numpy(leaves: dict[str, jax.Array]) -> Arrays:
+    return {name: np.asarray(leaf) for name, leaf in leaves.items()}

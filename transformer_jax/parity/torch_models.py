@@ -4,7 +4,8 @@ Their state dicts have the names that `torch_format` reads. They have no dropout
 """
 
 import math
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -15,7 +16,20 @@ from transformer_jax.interop.exchange import check_expressible
 from transformer_jax.interop.torch_format import check_annotated, check_torch
 from transformer_jax.model.positional import sinusoids
 
-ACTIVATIONS: dict[str, Any] = {"relu": nn.functional.relu, "gelu": nn.functional.gelu, "swish": nn.functional.silu}
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": nn.functional.relu,
+    "gelu": nn.functional.gelu,
+    "swish": nn.functional.silu,
+}
+
+
+def load_numpy(module: nn.Module, tensors: Mapping[str, np.ndarray], strict: bool = True) -> None:
+    """Load arrays into a module by their names, in the module's dtype.
+
+    Raises:
+        RuntimeError: Shapes differ or, if `strict`, names.
+    """
+    module.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}, strict)
 
 
 class TorchTransformer(nn.Module):
@@ -27,33 +41,28 @@ class TorchTransformer(nn.Module):
         UserError: torch's modules cannot compute the model.
     """
 
-    def __init__(self, config: ModelConfig, max_length: int = 1024) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         check_torch(config)
         self.config, d_model = config, config.d_model
-        common: dict[str, Any] = {
+        encoder, decoder = config.encoder, config.decoder
+        common: dict[str, object] = {
             "dropout": 0.0,
             "activation": ACTIVATIONS[config.activation],
             "layer_norm_eps": config.norm_epsilon,
             "batch_first": True,
             "norm_first": config.norm_position == "pre",
         }
-        encoder, decoder = config.encoder, config.decoder
-        final = [nn.LayerNorm(d_model, config.norm_epsilon) if config.final_norm else None for _ in range(2)]
+        encoder_layer = nn.TransformerEncoderLayer(d_model, encoder.num_heads, encoder.d_ff, **common)
+        decoder_layer = nn.TransformerDecoderLayer(d_model, decoder.num_heads, decoder.d_ff, **common)
+        norms = [nn.LayerNorm(d_model, config.norm_epsilon) if config.final_norm else None for _ in range(2)]
         self.transformer = nn.Transformer(
             d_model,
             encoder.num_heads,
             custom_encoder=nn.TransformerEncoder(
-                nn.TransformerEncoderLayer(d_model, encoder.num_heads, encoder.d_ff, **common),
-                encoder.num_layers,
-                final[0],
-                enable_nested_tensor=False,
+                encoder_layer, encoder.num_layers, norms[0], enable_nested_tensor=False
             ),
-            custom_decoder=nn.TransformerDecoder(
-                nn.TransformerDecoderLayer(d_model, decoder.num_heads, decoder.d_ff, **common),
-                decoder.num_layers,
-                final[1],
-            ),
+            custom_decoder=nn.TransformerDecoder(decoder_layer, decoder.num_layers, norms[1]),
             batch_first=True,
         )
         self.src_embed = nn.Embedding(config.source_rows, d_model)
@@ -66,9 +75,6 @@ class TorchTransformer(nn.Module):
         if config.positions == "learned":
             self.src_positions = nn.Embedding(config.max_length, d_model)
             self.tgt_positions = nn.Embedding(config.max_length, d_model)
-        else:
-            table = sinusoids(max_length, d_model, config.positions, config.position_exponent, config.position_offset)
-            self.register_buffer("pe", torch.from_numpy(table), persistent=False)
 
     def forward(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at each target position."""
@@ -76,8 +82,7 @@ class TorchTransformer(nn.Module):
 
     def encode(self, src: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output."""
-        x = self.embed(src, "src")
-        return self.transformer.encoder(x, src_key_padding_mask=src == self.config.pad_id)
+        return self.transformer.encoder(self.embed(src, "src"), src_key_padding_mask=src == self.config.pad_id)
 
     def decode(self, tgt_in: torch.Tensor, memory: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
         """Return logits at every position of `tgt_in`."""
@@ -95,25 +100,16 @@ class TorchTransformer(nn.Module):
 
     def embed(self, tokens: torch.Tensor, side: str) -> torch.Tensor:
         """Return embeddings plus positions."""
-        config = self.config
+        config, length, first = self.config, tokens.shape[1], self.config.position_offset
         x = getattr(self, f"{side}_embed")(tokens)
         if config.scale_embeddings:
             x = x * math.sqrt(config.d_model)
         if side == "tgt" and config.decoder_start == "zeros":
             x = torch.cat([torch.zeros_like(x[:, :1]), x[:, 1:]], dim=1)
         if config.positions == "learned":
-            rows = getattr(self, f"{side}_positions").weight
-            return x + rows[config.position_offset : config.position_offset + tokens.shape[1]]
-        return x + self.pe[: tokens.shape[1]].to(x.dtype)
-
-
-def load_numpy(module: nn.Module, tensors: dict[str, np.ndarray]) -> None:
-    """Load arrays into a module by their names, in the module's dtype.
-
-    Raises:
-        RuntimeError: Names or shapes differ.
-    """
-    module.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
+            return x + getattr(self, f"{side}_positions").weight[first : first + length]
+        table = sinusoids(length, config.d_model, config.positions, config.position_exponent, first)
+        return x + torch.from_numpy(table).to(x.dtype)
 
 
 # ------------------------------------------------------------ annotated-transformer
@@ -142,45 +138,27 @@ class MultiHeadedAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, memory: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Attend from `query` to `memory` where the mask is True."""
-        inputs = (query, memory, memory)
         q, k, v = (
             linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for linear, x in zip(self.linears, inputs, strict=False)
+            for linear, x in zip(self.linears, (query, memory, memory), strict=False)
         )
         scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(~mask[:, None], -1e9)
         return self.linears[3]((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
-    """w_2 relu(w_1 x)."""
-
-    def __init__(self, d_model: int, d_ff: int) -> None:
-        super().__init__()
-        self.w_1, self.w_2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the network at each position."""
-        return self.w_2(self.w_1(x).relu())
-
-
-class SublayerConnection(nn.Module):
-    """A residual connection, which owns its sub-layer's norm."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.norm = LayerNorm(config.d_model, config.norm_epsilon)
-
-
 class Layer(nn.Module):
-    """A layer of the encoder, or of the decoder if it has `src_attn`."""
+    """A layer of the encoder, or of the decoder if it has `src_attn`. Each entry of `sublayer` owns a norm."""
 
     def __init__(self, config: ModelConfig, size: StackSize, cross: bool) -> None:
         super().__init__()
-        self.self_attn = MultiHeadedAttention(config.d_model, size.num_heads, config.attention_bias)
+        d_model = config.d_model
+        self.self_attn = MultiHeadedAttention(d_model, size.num_heads, config.attention_bias)
         if cross:
-            self.src_attn = MultiHeadedAttention(config.d_model, size.num_heads, config.attention_bias)
-        self.feed_forward = FeedForward(config.d_model, size.d_ff)
-        self.sublayer = nn.ModuleList(SublayerConnection(config) for _ in range(3 if cross else 2))
+            self.src_attn = MultiHeadedAttention(d_model, size.num_heads, config.attention_bias)
+        inner, outer = nn.Linear(d_model, size.d_ff), nn.Linear(size.d_ff, d_model)
+        self.feed_forward = nn.Sequential(OrderedDict(w_1=inner, relu=nn.ReLU(), w_2=outer))
+        norms = (LayerNorm(d_model, config.norm_epsilon) for _ in range(3 if cross else 2))
+        self.sublayer = nn.ModuleList(nn.ModuleDict({"norm": norm}) for norm in norms)
 
     def forward(
         self,
@@ -190,7 +168,7 @@ class Layer(nn.Module):
         memory_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply x + Sublayer(LayerNorm(x)) for each sub-layer."""
-        norms = [connection.norm for connection in self.sublayer]
+        norms = [connection["norm"] for connection in self.sublayer]
         y = norms[0](x)
         x = x + self.self_attn(y, y, mask)
         if memory is not None:
@@ -214,39 +192,19 @@ class Stack(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """An embedding table whose vectors are multiplied by sqrt(d_model)."""
+    """Vectors of a table times sqrt(d_model), plus alternating sines and cosines of the position."""
 
     def __init__(self, rows: int, d_model: int) -> None:
         super().__init__()
-        self.lut, self.d_model = nn.Embedding(rows, d_model), d_model
+        self.lut = nn.Embedding(rows, d_model)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the vectors of the tokens."""
-        return self.lut(tokens) * math.sqrt(self.d_model)
-
-
-class PositionalEncoding(nn.Module):
-    """Alternating sines and cosines, added to the embeddings."""
-
-    def __init__(self, d_model: int, max_length: int = 1024) -> None:
-        super().__init__()
-        position = torch.arange(max_length, dtype=torch.float64)[:, None]
+        d_model = self.lut.embedding_dim
         wave = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * -(math.log(10000.0) / d_model))
-        pe = torch.zeros(max_length, d_model, dtype=torch.float64)
-        pe[:, 0::2], pe[:, 1::2] = torch.sin(position * wave), torch.cos(position * wave)
-        self.register_buffer("pe", pe, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add the positional encoding to the embeddings `x`."""
-        return x + self.pe[: x.shape[1]].to(x.dtype)
-
-
-class Generator(nn.Module):
-    """The output layer, without its softmax."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.proj = nn.Linear(config.d_model, config.vocab_size, bias=config.logits_bias)
+        angles = torch.arange(tokens.shape[1], dtype=torch.float64)[:, None] * wave
+        positions = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+        return self.lut(tokens) * math.sqrt(d_model) + positions.to(self.lut.weight.dtype)
 
 
 class AnnotatedTransformer(nn.Module):
@@ -267,14 +225,14 @@ class AnnotatedTransformer(nn.Module):
         self.encoder = Stack(config, config.encoder, cross=False)
         self.decoder = Stack(config, config.decoder, cross=True)
         self.src_embed, self.tgt_embed = (
-            nn.Sequential(Embeddings(rows, config.d_model), PositionalEncoding(config.d_model))
-            for rows in (config.source_rows, config.vocab_size)
+            nn.Sequential(Embeddings(rows, config.d_model)) for rows in (config.source_rows, config.vocab_size)
         )
-        self.generator = Generator(config)
+        projection = nn.Linear(config.d_model, config.vocab_size, bias=config.logits_bias)
+        self.generator = nn.ModuleDict({"proj": projection})
         if config.tie_embeddings == "all":
             self.src_embed[0].lut.weight = self.tgt_embed[0].lut.weight
         if config.tie_embeddings != "none":
-            self.generator.proj.weight = self.tgt_embed[0].lut.weight
+            projection.weight = self.tgt_embed[0].lut.weight
 
     def forward(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at each target position."""
@@ -284,4 +242,4 @@ class AnnotatedTransformer(nn.Module):
         seen = tgt_in != self.config.pad_id
         seen[:, 0] = True  # the start token may have the padding's id
         tgt_mask = seen[:, None] & torch.ones(length, length, dtype=torch.bool).tril()
-        return self.generator.proj(self.decoder(self.tgt_embed(tgt_in), tgt_mask, memory, src_mask))
+        return self.generator["proj"](self.decoder(self.tgt_embed(tgt_in), tgt_mask, memory, src_mask))
