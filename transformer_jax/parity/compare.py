@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
