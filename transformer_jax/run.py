@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from transformer_jax.checkpoint.averaging import average_checkpoints, choose_steps
+from transformer_jax.checkpoint.averaging import average_checkpoints
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, read_history, resolve_checkpoint
 from transformer_jax.checkpoint.recovery import recover
 from transformer_jax.checkpoint.run_dir import RunDir, locked
@@ -26,11 +26,9 @@ from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.validation import Validation, evaluate_pairs
 from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.runtime.distributed import (
-    broadcast_from_main,
     check_same,
     check_shared,
     collective,
-    is_main_process,
     main_process_first,
     main_process_logger,
     on_main_process,
@@ -86,7 +84,7 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
     on_main_process(run.make)()
     with _locked(run) as can_write:
         steps = _open(run, config, strict, can_write)
-        if steps and steps[-1] == num_steps and not (can_write and _is_validation_pending(run)):
+        if steps and steps[-1] == num_steps and not (can_write and _is_validation_pending(run, num_steps)):
             return _finished(config, run, steps[-1], can_write)
 
         started = time.monotonic()
@@ -122,13 +120,12 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
 def _locked(run: RunDir) -> Iterator[bool]:
     """Lock the run. Yield whether its folder can be written."""
     with ExitStack() as stack:
-        can_write = collective(lambda: is_main_process() and stack.enter_context(locked(run)))()
-        yield broadcast_from_main(can_write)
+        yield on_main_process(lambda: stack.enter_context(locked(run)))()
 
 
 def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[int]:
     """Write or check the run's configuration. Return the steps of its complete checkpoints, ascending."""
-    steps = broadcast_from_main(_recover_on_main(run, strict, can_write))
+    steps = on_main_process(lambda: recover(run, strict=strict) if can_write else checkpoint_steps(run))()
     if not can_write and steps[-1:] != [config.training.num_steps]:
         raise UserError(f"{run.path} cannot be written, and the run is not finished. Choose another --workdir")
     if steps and steps[-1] > config.training.num_steps:
@@ -145,23 +142,17 @@ def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[in
     return steps
 
 
-@collective
-def _recover_on_main(run: RunDir, strict: bool, can_write: bool) -> list[int]:
-    if not is_main_process():
-        return []
-    return recover(run, strict=strict) if can_write else checkpoint_steps(run)
-
-
-def _is_validation_pending(run: RunDir) -> bool:
-    """Return whether the validation after the run's last checkpoint was cut short."""
-    history = read_history(run, checkpoint_steps(run)[-1]) if is_main_process() else None
-    return broadcast_from_main(history is not None and history.is_pending)
+@on_main_process
+def _is_validation_pending(run: RunDir, step: int) -> bool:
+    """Return whether the validation after the checkpoint of a step was cut short."""
+    history = read_history(run, step)
+    return history is not None and history.is_pending
 
 
 def _finished(config: Config, run: RunDir, step: int, can_write: bool) -> Outcome:
     """Return the earlier result of a finished run, or test it again if the test has other settings now."""
     logger.info("%s is finished: step %d of %d", run.path, step, config.training.num_steps)
-    result = broadcast_from_main(run.read_result())
+    result = on_main_process(run.read_result)()
     if result.get("settings", result.get("asked")) == _test_settings(config):
         return Outcome(step, test=result if "bleu" in result else None)
     if not can_write:
@@ -223,8 +214,7 @@ def _load_training_data(
     logger.info("%s: %s", pairs.origin, encoded.report)
     sha256 = encoded.sha256()
     check_same(f"the encoded text of {pairs.origin}", sha256)
-    trained_on = run.data_sha256.read_text(errors="replace").strip() if run.data_sha256.is_file() else sha256
-    if steps and broadcast_from_main(trained_on) != sha256:
+    if steps and _trained_on(run) not in (sha256, None):
         raise UserError(
             f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}. Restore "
             "those pairs, or start another run with --workdir (and --training.init-from this run)"
@@ -233,6 +223,12 @@ def _load_training_data(
     multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
     plan = plan_batches(config, encoded)
     return TrainingData(encoded, plan, config.model, tokenizers, multiple, parts, config.data.prefetch)
+
+
+@on_main_process
+def _trained_on(run: RunDir) -> str | None:
+    """Return the checksum of the encoded pairs that the run was trained on. Runs of earlier versions have none."""
+    return run.data_sha256.read_text(errors="replace").strip() if run.data_sha256.is_file() else None
 
 
 def _describe(config: Config, data: TrainingData) -> str:
@@ -266,9 +262,8 @@ def _test_settings(config: Config) -> dict[str, Any]:
 def _test(config: Config, run: RunDir, pairs: Pairs | None) -> Mapping[str, Any] | None:
     """Score the run on the test split and write `result.json`. Return the figures, or None without a test split."""
     if config.training.average_last:
-        # A run may have fewer checkpoints than it averages.
-        last = min(config.training.average_last, broadcast_from_main(len(checkpoint_steps(run))))
-        average_checkpoints(run, abstract_params(config.model), choose_steps(run, last=last))
+        steps = on_main_process(checkpoint_steps)(run)  # a run may have fewer than it averages
+        average_checkpoints(run, abstract_params(config.model), steps[-config.training.average_last :])
     settings = {"settings": _test_settings(config)}
     if pairs is None:
         on_main_process(run.write)(run.result.name, to_json(settings, indent=2) + "\n")

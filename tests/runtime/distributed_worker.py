@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
@@ -22,6 +23,7 @@ import numpy as np
 from tiny_training import make_config, train
 
 from transformer_jax import run as commands
+from transformer_jax.checkpoint import checkpoint
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
@@ -53,10 +55,10 @@ def run(name, mesh, send_at=-1, **training):
     return train(FOLDER / name, make_config(**training), mesh=mesh, batches=batches)
 
 
-def failure(act):
+def failure(act, kind=UserError):
     try:
         act()
-    except UserError as error:
+    except kind as error:
         return str(error)
     return None
 
@@ -73,7 +75,8 @@ def talk():
     return {
         "put": [shard.data[:, 0].tolist() for shard in put_batch(np.arange(8)[:, None], mesh).addressable_shards],
         "gather": distributed.gather({"index": INDEX, "text": "x" * 100 * INDEX}),
-        "broadcast_from_main": distributed.broadcast_from_main(["é\ud800", INDEX] if INDEX == 0 else None),
+        "on_main_process": distributed.on_main_process(lambda: ["é\ud800", INDEX])(),
+        "not_json": failure(distributed.on_main_process(lambda: FOLDER), Exception),
         "collective": failure(fail_in_the_second),
         "main_process_first": distributed.main_process_first(lambda: INDEX)(),
         "check_same": failure(lambda: distributed.check_same("the configuration", str(INDEX))),
@@ -84,9 +87,31 @@ def talk():
     }
 
 
+def failures_of_the_first():
+    """The errors of both processes where only process 0 fails, which has to read or write alone."""
+    workdir = RunDir(FOLDER / "failures")
+    run("failures", make_mesh(8, 1, 1), num_steps=1)
+    distributed.on_main_process(workdir.metrics.unlink)()
+    distributed.on_main_process(workdir.metrics.mkdir)()
+    found = {"writer": failure(lambda: run("failures", make_mesh(8, 1, 1), num_steps=2), Exception)}
+    distributed.on_main_process(workdir.metrics.rmdir)()
+
+    disk_usage = checkpoint.shutil.disk_usage
+    if INDEX == 0:
+        checkpoint.shutil.disk_usage = lambda _: SimpleNamespace(free=0)
+    found["space"] = failure(lambda: run("failures", make_mesh(8, 1, 1), num_steps=2))
+    checkpoint.shutil.disk_usage = disk_usage
+
+    history = workdir.checkpoints / "1" / "validations" / "metadata"
+    distributed.on_main_process(history.write_text)("damaged")
+    found["history"] = failure(lambda: run("failures", make_mesh(8, 1, 1), num_steps=2))
+    found["pending"] = failure(lambda: commands._is_validation_pending(workdir, 1))
+    return found
+
+
 def main():
     (FOLDER / "talk").mkdir(exist_ok=True)
-    found = {"talk": talk()}
+    found = {"talk": talk(), "failures": failures_of_the_first()}
     # A signal in one process, and a clock that only the first one is to look at.
     clock = 1e-9 if INDEX == 0 else 1e9
     outcome = run("data", make_mesh(8, 1, 1), 7, num_steps=50, keep_checkpoints=20, checkpoint_seconds=clock)

@@ -99,6 +99,7 @@ def two(tmp_path_factory, corpus):
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     return folder, [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
 
@@ -109,7 +110,8 @@ def test_processes_talk(two):
     both = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3]], [[0], [0]]
     for index, talk in enumerate(talks):
         assert talk["gather"] == [{"index": 0, "text": ""}, {"index": 1, "text": "x" * 100}]
-        assert talk["broadcast_from_main"] == ["é\ud800", 0]
+        assert talk["on_main_process"] == ["é\ud800", 0]
+        assert "PosixPath is not JSON serializable" in talk["not_json"]
         assert talk["check_shared"] is None
         assert (
             talk["check_same"] == "the configuration of process 1 differs from that of process 0: it must be the same"
@@ -120,6 +122,23 @@ def test_processes_talk(two):
         assert talk["put"] == [list(range(8))] * 4  # the tensor axis crosses the processes: all rows on both
     assert [talk["collective"] for talk in talks] == ["process 1 of 2 failed: no such file", "no such file"]
     assert not list(two[0].glob(".seen*"))
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("writer", "metrics.jsonl"),
+        ("space", "has 0.0 MB free: it was not written"),
+        ("history", "is damaged: validations/metadata has 7 bytes"),
+        ("pending", "is damaged: validations/metadata has 7 bytes"),
+    ],
+)
+def test_failure_of_process_0_alone_ends_both(two, place, message):
+    _, found = two
+    first, second = (one["failures"][place] for one in found)
+    assert message in first
+    assert second.startswith("process 0 of 2 failed: ")
+    assert message in second
 
 
 def test_two_processes_learn_what_one_learns_on_any_mesh_and_go_on_where_it_stopped(two, tmp_path):

@@ -4,6 +4,7 @@ import io
 import logging
 import struct
 import sys
+from contextlib import closing
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -25,7 +26,7 @@ def test_a_terminal_has_a_bar_with_all_figures_below_the_log(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     logger = logging.getLogger("transformer_jax")
     monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(terminal)])  # as the command line configures it
-    with Progress(2, 4) as progress:
+    with closing(Progress(2, 4)) as progress:
         progress.advance()
         progress.show(3.25, 12345.6, 7e-4)
         logging.getLogger("transformer_jax.training").warning("a line of its own")
@@ -39,7 +40,7 @@ def test_a_terminal_has_a_bar_with_all_figures_below_the_log(monkeypatch):
 def test_compilation_does_not_count_for_the_time_left(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    with log_lines() as lines, Progress(2, 12) as progress:
+    with log_lines() as lines, closing(Progress(2, 12)) as progress:
         now[0] = 1000.0
         progress.restart()
         now[0] += 20.0
@@ -52,7 +53,7 @@ def test_compilation_does_not_count_for_the_time_left(monkeypatch):
 def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    with log_lines() as lines, Progress(0, 4) as progress:
+    with log_lines() as lines, closing(Progress(0, 4)) as progress:
         for seconds in (10.0, 12.0, 20.0, 21.0):
             now[0] = seconds
             progress.advance()

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 from transformer_jax.checkpoint.manifest import MANIFEST, read_verified, verify, write_checksums, write_verified
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
-from transformer_jax.runtime.files import JsonObject, atomic_dir, read_json, to_json, unfinished_dir
+from transformer_jax.runtime.files import JsonObject, atomic_dir, read_json, to_json
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
 State = TypeVar("State")
@@ -109,17 +109,21 @@ class Checkpoints:
             if stored is not None and stored.is_pending and not history.is_pending:
                 self._replace_history(step, {METRICS: json.dumps(metrics), _HISTORY_FILE: json.dumps(item)})
             return
-        needed, free = _size(state), shutil.disk_usage(self._run.checkpoints).free
-        if is_main_process() and free < needed:
-            raise UserError(
-                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
-                f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
-            )
+        self._check_space(step, _size(state))
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), **{_HISTORY: ocp.args.JsonSave(item)})
         with self._write_errors():
             self._manager.wait_until_finished()
             self._saving = step
             self._manager.save(step, args=args, metrics=metrics)
+
+    @on_main_process
+    def _check_space(self, step: int, needed: int) -> None:
+        free = shutil.disk_usage(self._run.checkpoints).free
+        if free < needed:
+            raise UserError(
+                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
+                f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
+            )
 
     def _replace_history(self, step: int, texts: Mapping[str, str]) -> None:
         # Orbax writes these files with the same texts. The history is last, because it ends the validation.
@@ -324,9 +328,8 @@ def save_params(folder: Path, params: Params) -> None:
     Raises:
         UserError: The folder cannot be written.
     """
-    unfinished = unfinished_dir(folder)
     with ExitStack() as stack:
-        on_main_process(stack.enter_context)(atomic_dir(folder, replace=True))
+        unfinished = Path(on_main_process(lambda: str(stack.enter_context(atomic_dir(folder, replace=True))))())
         with _orbax_path(unfinished / "state") as target, ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(target, {"params": params})
         on_main_process(write_checkpoint_manifest)(unfinished)

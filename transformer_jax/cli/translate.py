@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
 from transformer_jax.cli.parsing import DecodingFlags, Positional, SamplingFlags, arg, flag_of, given, usage_error
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Sampling
-from transformer_jax.runtime.distributed import Cluster, broadcast_from_main, is_main_process
+from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
 
@@ -99,8 +99,7 @@ class Translate:
 
     def _translate(self, translator: "Translator", listed: Sequence[str] | None, shared: bool) -> None:
         """Translate stdin; with `shared`, several processes do it together."""
-        lines = _stdin_lines(sys.stdin.buffer) if is_main_process() else []
-        lines = broadcast_from_main(lines) if shared else lines
+        lines = on_main_process(lambda: _stdin_lines(sys.stdin.buffer))()
         progress = _Progress(len(lines), enabled=is_main_process() and not shared)
         options = self._options(len(lines), listed) | {"shared": shared, "progress": progress}
         found = translator.translate_n_best(lines, self.n_best, **options)

@@ -14,7 +14,7 @@ from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.experiments.table3 import PAPER, ROWS, perplexity_of, table3_config
 from transformer_jax.model.transformer import count_parameters
-from transformer_jax.runtime.distributed import broadcast_from_main, main_process_logger, on_main_process
+from transformer_jax.runtime.distributed import main_process_logger, on_main_process
 from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLORS, drawing
@@ -50,7 +50,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
             return
         decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))  # tuples become lists, as in the file
         asked = {"num_steps": config.training.num_steps, "valid": config.data.valid, "decoding": decoding}
-        result = broadcast_from_main(_read(file).get(row))
+        result = on_main_process(_read)(file).get(row)
         if outcome.state is not None or result is None or result.get("asked") != asked:
             result = {
                 "row": row,

@@ -179,6 +179,12 @@ def _wait_for(address: str, timeout: float) -> None:
         time.sleep(0.2)
 
 
+def _process_count() -> int:
+    import jax
+
+    return jax.process_count()
+
+
 def is_main_process() -> bool:
     """Return whether this is process 0, which writes what is written once."""
     import jax
@@ -208,31 +214,20 @@ def main_process_logger(name: str) -> logging.Logger:
 # The functions below move JSON with jax.experimental.multihost_utils. Unlike it, they name the process that differs.
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: object) -> list[Any]:
     """Return the JSON values of all processes, in their order. Every process calls this function."""
-    import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
+    if _process_count() == 1:
         return [value]
-    data = json.dumps(value).encode()
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data), np.int32))
-    rows = multihost_utils.process_allgather(_padded(data, int(sizes.max())))
+    # XLA compiles each length, so the arrays have one of few lengths.
+    padded = np.zeros(max(64, 1 << (int(sizes.max()) - 1).bit_length()), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
-
-
-def broadcast_from_main(value: Any) -> Any:
-    """Return the JSON value of process 0. Every process calls this function; the values of the others are ignored."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    if jax.process_count() == 1:
-        return value
-    data = json.dumps(value).encode() if is_main_process() else b""
-    size = int(multihost_utils.broadcast_one_to_all(np.array(len(data), np.int32)))
-    return json.loads(bytes(multihost_utils.broadcast_one_to_all(_padded(data, size))[:size]))
 
 
 def check_same(what: str, value: str) -> None:
@@ -247,13 +242,20 @@ def check_same(what: str, value: str) -> None:
         raise UserError(f"{what} of process {', '.join(differing)} differs from that of process 0: it must be the same")
 
 
-def _padded(data: bytes, size: int) -> Any:
-    """Turn bytes into an array of one of few lengths, because XLA compiles each length."""
-    import numpy as np
-
-    array = np.zeros(max(64, 1 << (size - 1).bit_length()), np.uint8)
-    array[: len(data)] = np.frombuffer(data, np.uint8)
-    return array
+def _gather_results(call: Callable[[], object]) -> list[Any]:
+    """Return the JSON results of a call in all processes. If it fails in any process, raise in every process."""
+    failure: Exception | None = None
+    try:
+        outcome = [json.dumps(call()), None]
+    except Exception as error:
+        failure, outcome = error, [None, str(error) if isinstance(error, UserError) else first_line(error)]
+    outcomes = gather(outcome)
+    if failure is not None:
+        raise failure
+    for number, (_, message) in enumerate(outcomes):
+        if message is not None:
+            raise UserError(f"process {number} of {len(outcomes)} failed: {message}")
+    return [json.loads(result) for result, _ in outcomes]
 
 
 def collective(function: Callable[P, T]) -> Callable[P, T]:
@@ -267,23 +269,11 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        import jax
-
-        if jax.process_count() == 1:
+        if _process_count() == 1:
             return function(*args, **kwargs)
-        result, failure = None, None
-        try:
-            result = function(*args, **kwargs)
-        except Exception as error:
-            failure = error
-        message = str(failure) if isinstance(failure, UserError) else failure and first_line(failure)
-        messages = gather(message)
-        if failure is not None:
-            raise failure
-        for number, message in enumerate(messages):
-            if message is not None:
-                raise UserError(f"process {number} of {jax.process_count()} failed: {message}")
-        return result  # type: ignore[return-value]  # of type T, because the function did not fail
+        results: list[T] = []
+        _gather_results(lambda: results.append(function(*args, **kwargs)))
+        return results[0]
 
     return wrapped
 
@@ -293,23 +283,25 @@ def main_process_first(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        import jax
-
-        if jax.process_count() == 1:
+        if _process_count() == 1:
             return function(*args, **kwargs)
-        call = functools.partial(function, *args, **kwargs)
-        result = collective(lambda: call() if is_main_process() else None)()
-        return collective(lambda: result if is_main_process() else call())()  # type: ignore[return-value]  # never None
+        is_main, call = is_main_process(), functools.partial(function, *args, **kwargs)
+        results: list[T] = []
+        _gather_results(lambda: results.extend([call()] if is_main else []))
+        _gather_results(lambda: results.extend([] if is_main else [call()]))
+        return results[0]
 
     return wrapped
 
 
-def on_main_process(function: Callable[P, object]) -> Callable[P, None]:
-    """Make a `collective` function run in process 0 only. The other processes wait for it and return None."""
+def on_main_process(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a `collective` function run in process 0 only. Every process returns its result, which must be JSON."""
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        collective(lambda: function(*args, **kwargs) if is_main_process() else None)()
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _process_count() == 1:
+            return function(*args, **kwargs)
+        return _gather_results(lambda: function(*args, **kwargs) if is_main_process() else None)[0]
 
     return wrapped
 
@@ -320,12 +312,14 @@ def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
     Raises:
         UserError: A process does not see a file that process 0 wrote there.
     """
-    import jax
-
-    if jax.process_count() == 1:
+    if _process_count() == 1:
         return
-    mark = folder / f".seen-by-all-{broadcast_from_main(os.urandom(8).hex())}"
-    on_main_process(mark.touch)()
+
+    @on_main_process
+    def write_mark() -> str:
+        name = f".seen-by-all-{os.urandom(8).hex()}"
+        (folder / name).touch()
+        return name
 
     @collective
     def wait_for_mark() -> None:
@@ -338,6 +332,7 @@ def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
                 )
             time.sleep(0.2)
 
+    mark = folder / write_mark()
     try:
         wait_for_mark()
     finally:

@@ -22,19 +22,18 @@ from transformer_jax.checkpoint.checkpoint import (
     read_history,
     selection_score,
 )
-from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, TrainingConfig
 from transformer_jax.data.loader import TrainingData
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import (
     ControlFlags,
     PreemptionSync,
-    broadcast_from_main,
     gather,
-    is_main_process,
     main_process_logger,
+    on_main_process,
 )
-from transformer_jax.runtime.files import read_json_lines
+from transformer_jax.runtime.files import JsonObject, read_json_lines
 from transformer_jax.training.compilation import CompiledStep
 from transformer_jax.training.divergence import Divergence
 from transformer_jax.training.metrics import Evaluation, MetricsFetcher, MetricsWriter, Profile, Progress
@@ -103,14 +102,14 @@ def fit(
     training = config.training
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
     state = _first_state(config, mesh, checkpoints, initial_params)
-    step, history = int(state.step), _earlier_validations(run, training.best_by)
+    step, history = int(state.step), ValidationHistory.from_tree(_earlier_validations(run, training.best_by))
     rng, sync = _dropout_rng(training, mesh), PreemptionSync(mesh)
     update_enabled = jax.device_put(np.bool_(True), replicated(mesh))
     with (
-        Progress(step, training.num_steps, is_main_process()) as progress,
+        closing(Progress(step, training.num_steps)) as progress,
         StopSignals() as signals,
-        closing(MetricsWriter(run, step, is_main_process(), drop_validation=history.is_pending)) as writer,
-        closing(Profile(run.profile if profile and is_main_process() else None, step + 1)) as tracing,
+        closing(MetricsWriter(run, step, drop_validation=history.is_pending)) as writer,
+        closing(Profile(run.profile if profile else None, step + 1)) as tracing,
         closing(checkpoints),  # completes a checkpoint that is being written, whatever happens
     ):
         controls = rng, update_enabled, sync.pack(ControlFlags())
@@ -264,7 +263,7 @@ class _Recorder:
         An evaluation that fails or is interrupted leaves a checkpoint from which the run resumes with this evaluation,
         so the rows of an interrupted run are those of an uninterrupted one.
         """
-        self._fetcher.check_all()
+        self._fetcher.check()
         with self._fetcher.paused():
             try:
                 evaluation = self._evaluate(eval_params(self._state), step)
@@ -282,15 +281,16 @@ class _Recorder:
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint, with the figures of its validation, after checking that its state is finite."""
-        self._fetcher.check_all()
+        self._fetcher.check()
         self._checkpoints.save(step, self._state, figures, ValidationHistory(self._validations))
         self._last_saved_step, self._last_save_time = step, time.monotonic()
 
     def finish(self, step: int) -> None:
-        """Check the last steps, and save the last state unless it is saved already."""
-        self._fetcher.check_all()
+        """Check the last steps, save the last state unless it is saved already, and close the logs."""
+        self._fetcher.check()
         if self._last_saved_step != step:
             self.save(step)
+        on_main_process(self._writer.close)()
 
     def is_save_due(self) -> bool:
         """Return whether `training.checkpoint_seconds` have passed since the last checkpoint."""
@@ -319,22 +319,18 @@ def should_stop_early(validations: Sequence[Mapping[str, float | None]], best_by
     return 0 < patience < len(scores) - scores.index(max(scores))
 
 
-def _earlier_validations(run: RunDir, best_by: str) -> ValidationHistory:
-    """Return the validations up to the run's last checkpoint, the same in every process.
+@on_main_process
+def _earlier_validations(run: RunDir, best_by: str) -> JsonObject:
+    """Return the fields of the ValidationHistory up to the run's last checkpoint, the same in every process.
 
     A checkpoint holds them. For a checkpoint of an earlier version, they are the rows of `metrics.jsonl`.
     """
-
-    def read() -> ValidationHistory:
-        steps = checkpoint_steps(run)
-        history = read_history(run, steps[-1]) if steps else ValidationHistory()
-        if history is None:
-            truncate_after(run.metrics, steps[-1])
-            rows = read_json_lines(run.metrics)
-            history = ValidationHistory(tuple({best_by: row[best_by]} for row in rows if best_by in row))
-        return history
-
-    return ValidationHistory.from_tree(broadcast_from_main(read().to_tree() if is_main_process() else None))
+    steps = checkpoint_steps(run)
+    history = read_history(run, steps[-1]) if steps else ValidationHistory()
+    if history is None:
+        rows = [row for row in read_json_lines(run.metrics) if row.get("step", 0) <= steps[-1]]
+        history = ValidationHistory(tuple({best_by: row[best_by]} for row in rows if best_by in row))
+    return history.to_tree()
 
 
 def _describe_evaluation(step: int, evaluation: Evaluation) -> str:

@@ -16,11 +16,12 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from transformer_jax.checkpoint.run_dir import RunDir, truncate_after
+from transformer_jax.runtime.distributed import is_main_process, main_process_logger, on_main_process
 from transformer_jax.runtime.files import to_json
 from transformer_jax.training.step import Metrics
 from transformer_jax.types import Batch, UserError
 
-logger = logging.getLogger(__name__)
+logger = main_process_logger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0  # between progress lines where stderr is not a terminal
 FIRST_TRACED, LAST_TRACED = 3, 7  # steps of a call of `fit`; the first two are not typical
@@ -45,25 +46,34 @@ class MetricsFetcher:
 
     def __init__(self, on_nonfinite: Callable[[int, str, Batch], None]) -> None:
         self._on_nonfinite = on_nonfinite
-        self._pending: list[tuple[int, Batch, Metrics, Array]] = []
+        self._pending: tuple[int, Batch, Metrics, Array] | None = None
         self._last: tuple[Metrics, float] | None = None
         self._tokens = 0
         self._since = time.monotonic()
 
     def add(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        """Take the results of a dispatched step, and check the step before it."""
-        self._pending.append((step, batch, metrics, learning_rate))
-        while len(self._pending) > 1:
-            self._check(*self._pending.pop(0))
+        """Take the results of a dispatched step, after checking the step before it."""
+        self.check()
+        self._pending = step, batch, metrics, learning_rate
 
-    def check_all(self) -> None:
-        """Wait for every dispatched step, and check it."""
-        while self._pending:
-            self._check(*self._pending.pop(0))
+    def check(self) -> None:
+        """Wait for the last dispatched step and check it, unless this is done already."""
+        if self._pending is None:
+            return
+        step, batch, *results = self._pending
+        self._pending, self._last = None, None
+        metrics, learning_rate = jax.device_get(results)
+        for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
+            if not math.isfinite(value):
+                with self.paused():
+                    self._on_nonfinite(step, f"the {name} of step {step} is {float(value)}", batch)
+                return
+        self._tokens += int(metrics.num_tokens)
+        self._last = metrics, float(learning_rate)
 
     def row(self) -> dict[str, float] | None:
         """Return the figures of the step that was added last, or None if it was skipped."""
-        self.check_all()
+        self.check()
         if self._last is None:
             return None
         now = time.monotonic()
@@ -87,65 +97,51 @@ class MetricsFetcher:
         finally:
             self._since += time.monotonic() - start
 
-    def _check(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        metrics, learning_rate = jax.device_get((metrics, learning_rate))
-        self._last = None
-        for name, value in (("loss", metrics.loss), ("gradient's norm", metrics.grad_norm)):
-            if not math.isfinite(value):
-                with self.paused():
-                    self._on_nonfinite(step, f"the {name} of step {step} is {float(value)}", batch)
-                return
-        self._tokens += int(metrics.num_tokens)
-        self._last = (metrics, float(learning_rate))
-
 
 class MetricsWriter:
-    """Append to `metrics.jsonl` and `samples.jsonl`, and write the same numbers for TensorBoard.
+    """Append to `metrics.jsonl` and `samples.jsonl`, and write the same numbers for TensorBoard, in process 0.
+
+    Every process calls every method but `close` in the same order, so an error ends them all.
 
     Args:
         run: The run's folder.
         step: The step that the run resumes from. Rows of later steps are dropped, so each step is logged once.
-        enabled: False, as in every process but process 0, writes nothing.
         drop_validation: Whether to drop the rows of the validation at `step` too, because it is repeated.
     """
 
-    def __init__(self, run: RunDir, step: int, enabled: bool = True, *, drop_validation: bool = False) -> None:
-        self._enabled = enabled
-        if not enabled:
-            return
+    def __init__(self, run: RunDir, step: int, *, drop_validation: bool = False) -> None:
+        self._files = ExitStack()
+        self._open(run, step, drop_validation)
+
+    @on_main_process
+    def _open(self, run: RunDir, step: int, drop_validation: bool) -> None:
         for path in (run.metrics, run.samples):
             truncate_after(path, step, drop_validation=drop_validation)
         self._metrics = run.metrics.open("a", encoding="utf-8")
         self._samples = run.samples.open("a", encoding="utf-8")
         self._board = _Board(run.tensorboard, step)
+        for file in (self._metrics, self._samples, self._board):
+            self._files.callback(_close, file)
 
+    @on_main_process
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write one row of numbers.
 
         Raises:
             UserError: The row cannot be written, for example because the disk is full.
         """
-        if not self._enabled:
-            return
         _append(self._metrics, {"step": step, **values})
         self._board.write(step, values)
 
+    @on_main_process
     def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Write one row per sample translation.
-
-        Raises:
-            UserError: A row cannot be written.
-        """
-        for sample in samples if self._enabled else ():
+        """Write one row per sample translation, as `write` does."""
+        for sample in samples:
             _append(self._samples, {"step": step, **sample})
 
     def close(self) -> None:
-        """Close every file, even if another one cannot be closed."""
-        if not self._enabled:
-            return
-        with ExitStack() as stack:
-            for file in (self._metrics, self._samples, self._board):
-                stack.callback(_close, file)
+        """Close every file, even if another one cannot be closed. Calling it again does nothing."""
+        self._files.close()
 
 
 class _Board:
@@ -206,37 +202,34 @@ def _failures_named(path: str) -> Iterator[None]:
 
 
 class Progress:
-    """Steps done, loss, tokens per second, learning rate and time left.
+    """Steps done, loss, tokens per second, learning rate and time left, shown by process 0.
 
     On a terminal this is a bar on stderr, with log lines above it. Elsewhere it is a log line every ten seconds.
 
     Args:
         step: Number of steps done before.
         num_steps: Number of steps at the end.
-        enabled: False, as in every process but process 0, shows nothing.
     """
 
-    def __init__(self, step: int, num_steps: int, enabled: bool = True) -> None:
-        self._enabled, self._has_bar = enabled, enabled and sys.stderr.isatty()
-        self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._has_bar)
-        self._start = (time.monotonic(), step)
-        self._last_line = 0.0
+    def __init__(self, step: int, num_steps: int) -> None:
         self._step, self._num_steps = step, num_steps
+        self._start = time.monotonic(), step
+        self._last_line = 0.0
+        self._has_bar = is_main_process() and sys.stderr.isatty()
+        self._bar = tqdm(total=num_steps, initial=step, unit="step", dynamic_ncols=True, disable=not self._has_bar)
         self._stack = ExitStack()
-
-    def __enter__(self) -> "Progress":
+        self._stack.callback(self._bar.close)
         if self._has_bar:
             loggers = [one for one in (logging.root, logging.getLogger("transformer_jax")) if one.handlers]
             self._stack.enter_context(logging_redirect_tqdm(loggers))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    def close(self) -> None:
+        """Remove the bar, and send log lines to where they went before."""
         self._stack.close()
 
     def restart(self) -> None:
         """Restart the clock of the estimated time left, so that the estimate excludes startup and compilation."""
-        self._start = (time.monotonic(), self._step)
+        self._start = time.monotonic(), self._step
         self._bar.unpause()
 
     def advance(self) -> None:
@@ -248,19 +241,17 @@ class Progress:
         """Show the figures of the step that was just logged."""
         figures = f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s, learning rate {learning_rate:.2e}"
         self._bar.set_postfix_str(figures)
-        now = time.monotonic()
+        now, (started, first_step) = time.monotonic(), self._start
         is_due = now - self._last_line >= SECONDS_BETWEEN_LINES or self._step == self._num_steps
-        if not self._enabled or self._has_bar or not is_due:
-            return
-        self._last_line = now
-        done = self._step - self._start[1]
-        left = (now - self._start[0]) / max(done, 1) * (self._num_steps - self._step)
-        interval = tqdm.format_interval(left)
-        logger.info("step %d/%d: %s, %s left", self._step, self._num_steps, figures, interval)
+        if is_due and not self._has_bar:
+            self._last_line = now
+            left = (now - started) / max(self._step - first_step, 1) * (self._num_steps - self._step)
+            interval = tqdm.format_interval(left)
+            logger.info("step %d/%d: %s, %s left", self._step, self._num_steps, figures, interval)
 
 
 class Profile:
-    """Write a profiler trace of a few steps to a folder. `close` ends a trace that is still open.
+    """Write a profiler trace of a few steps to a folder, in process 0. `close` ends a trace that is still open.
 
     Args:
         folder: Where to write the trace. None traces nothing.
@@ -268,20 +259,20 @@ class Profile:
     """
 
     def __init__(self, folder: Path | None, first_step: int) -> None:
-        self._folder, self._first_step = folder, first_step
-        self._is_open = False
+        self._folder, self._is_open = folder, False
+        self._first, self._last = (first_step + number - 1 for number in (FIRST_TRACED, LAST_TRACED))
 
     def before(self, step: int) -> None:
         """Start the trace if it starts with this step."""
-        if self._folder and step == self._first_step + FIRST_TRACED - 1:
-            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-            self._is_open = True
+        if self._folder and step == self._first:
+            on_main_process(jax.profiler.start_trace)(str(self._folder), create_perfetto_trace=True)
+            self._is_open = is_main_process()
 
     def after(self, step: int, result: object) -> None:
         """End the trace if it ends with this step, whose result is waited for."""
-        if self._is_open and step == self._first_step + LAST_TRACED - 1:
+        if self._folder and step == self._last:
             jax.block_until_ready(result)
-            self.close()
+            on_main_process(self.close)()
 
     def close(self) -> None:
         """Write the trace."""
@@ -291,7 +282,5 @@ class Profile:
             logger.info(
                 "wrote a trace of steps %d to %d into %s. Open it with tensorboard --logdir, or open its "
                 "perfetto_trace.json.gz at ui.perfetto.dev",
-                self._first_step + FIRST_TRACED - 1,
-                self._first_step + LAST_TRACED - 1,
-                self._folder,
+                *(self._first, self._last, self._folder),
             )
