@@ -33,12 +33,7 @@ def average_params(trees: Iterable[Params]) -> Params:
 
 
 def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None = None) -> list[int]:
-    """Return the steps of the most recent checkpoints, selected by count or by age.
-
-    Args:
-        run: The run.
-        last: Number of checkpoints.
-        minutes: Maximum age relative to the newest checkpoint, in minutes. Used instead of `last` if given.
+    """Return the steps of the `last` checkpoints, or of those at most `minutes` older than the newest one.
 
     Raises:
         UserError: The run has fewer checkpoints, or none.
@@ -57,10 +52,7 @@ def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None 
 def average_checkpoints(run: RunDir, abstract_params: Params, steps: Sequence[int]) -> list[int]:
     """Write the average of the checkpoints of `steps` to `average/`, and return the steps in ascending order.
 
-    Args:
-        run: The run.
-        abstract_params: Tree of the parameters' shapes and dtypes, as for `load_params`.
-        steps: Steps of the checkpoints.
+    `abstract_params` is what `load_params` takes.
 
     Raises:
         UserError: A step has no checkpoint, or `average/` cannot be written.

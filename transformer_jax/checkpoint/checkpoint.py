@@ -65,13 +65,9 @@ class Checkpoints:
     """
 
     def __init__(self, run: RunDir, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
-        """Open the checkpoints of a run.
+        """Open the checkpoints of a run, to keep the last `keep` of them, the best one, and some at regular steps.
 
-        Args:
-            run: The run.
-            keep: Number of most recent checkpoints to keep. The best one is always kept.
-            best_by: Metric by which a checkpoint is the best.
-            keep_every: Checkpoints at multiples of this number of steps are kept. 0 disables this.
+        The best one is the best by the metric `best_by`; `keep_every` is a number of steps, and 0 keeps no others.
         """
         score = partial(selection_score, best_by=best_by)
         best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
@@ -83,6 +79,7 @@ class Checkpoints:
             best_fn=score,  # Orbax writes metrics only with this option
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
+            # Called when the files are written and their folder does not yet have its final name.
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_manifest),
         )
         self._run = run
@@ -158,7 +155,6 @@ class Checkpoints:
         return state
 
     def _write_manifest(self) -> None:
-        # Orbax calls this when the files are written and their folder does not yet have its final name.
         if is_main_process():
             (unfinished,) = self._run.checkpoints.glob(f"{self._saving}.orbax-checkpoint-tmp*")
             write_checkpoint_manifest(unfinished)

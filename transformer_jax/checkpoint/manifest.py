@@ -118,16 +118,10 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def read_verified(folder: Path, name: str, parse: Callable[[JsonObject], T], content: str) -> T | None:
-    """Compare a JSON file with the manifest of its folder, if there is one, and return what `parse` makes of it.
+    """Return what `parse` makes of a JSON object, after comparing its file with the folder's manifest, if there is one.
 
-    Args:
-        folder: Folder of the file.
-        name: Name of the file in the folder and in the manifest.
-        parse: Called with the JSON object.
-        content: What the file should hold, for the error message.
-
-    Returns:
-        None if the manifest does not list the file, or if there are neither a manifest nor the file.
+    Return None if the manifest does not list the file, or if there are neither a manifest nor the file. The message of
+    an error of `parse` states the `content` that was expected.
 
     Raises:
         DamagedFileError: The file differs from the manifest.

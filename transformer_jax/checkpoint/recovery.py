@@ -16,14 +16,7 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
 
     Damaged checkpoints are moved to `damaged/` with a warning, so that training writes their steps again. An older one
     without a manifest is what a kill left of a checkpoint that was being deleted, so it is deleted. A run of an earlier
-    format gets its missing manifests and the current format.
-
-    Args:
-        run: Run that the caller has locked.
-        strict: Whether to raise an error if the newest checkpoint is damaged, instead of moving it.
-
-    Returns:
-        The steps of the remaining checkpoints in ascending order.
+    format gets its missing manifests and the current format. The caller has locked the run.
 
     Raises:
         UserError: Every checkpoint is damaged, or `strict` is True and the newest one is.

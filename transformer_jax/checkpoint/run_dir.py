@@ -127,10 +127,7 @@ class RunDir:
         write_verified(self.path, {name: text})
 
     def seal(self) -> None:
-        """Record the checksums of the run's files as they are, including the tokenizers.
-
-        Call it once after writing the tokenizers of a new run. From then on `load_config` detects damaged files.
-        """
+        """Record the checksums of the files of a new run, from which `load_config` detects damage."""
         names = (self.config_file, self.format_file, self.data_sha256, self.imported, self.result)
         write_checksums(self.path, (*names, *self.tokenizer.glob("*")))
 
@@ -173,8 +170,7 @@ class RunDir:
 
         Args:
             config: Configuration of the run.
-            is_bound: Whether steps were taken under the configuration in the folder. False accepts any configuration
-                and starts a new manifest.
+            is_bound: Whether steps were taken under the configuration in the folder. False accepts any configuration.
             write: Whether to write `config.json`. False only checks.
 
         Raises:
