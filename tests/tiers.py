@@ -81,7 +81,7 @@ SAMPLED = (
     "decoding/test_alignment.py",
     "decoding/test_sampling.py",
     "decoding/test_search.py",
-    "evaluation/test_pair_scores.py",
+    "evaluation/test_scoring.py",
     "interop/test_annotated.py",
     "model/test_decoding_step.py",
     "model/test_kernels_and_stacks.py",

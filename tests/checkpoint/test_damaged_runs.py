@@ -1,15 +1,15 @@
-"""Every file of a run that decides a result is checked: damage gives one line with the file, never other results."""
+"""Every file of a run that decides a result is checked: damage raises an error with the file, never other results."""
 
 import dataclasses
 import errno
 import io
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
+from checkpoint_cases import flip, garble, replace_by_file, replace_by_folder, truncate
 
 import transformer_jax
 from transformer_jax.checkpoint.checkpoint import METRICS, resolve_checkpoint, save_params
@@ -18,30 +18,6 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.evaluate import average
 from transformer_jax.types import UserError
-
-
-def flip(path, at=0.5):
-    data = bytearray(path.read_bytes())
-    data[int(at * len(data))] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def garble(path):
-    path.write_bytes(b"\xff" * path.stat().st_size)
-
-
-def replace_by_folder(path):
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    path.mkdir()
-
-
-def replace_by_file(path):
-    shutil.rmtree(path)
-    path.write_text("")
 
 
 @pytest.fixture
@@ -58,41 +34,24 @@ def translate(run, checkpoint="last"):
     return Translator.load(run.path, checkpoint=checkpoint).translate(["a"])
 
 
-def use(run, what, tiny):
-    """Use a run in every way that reads its files."""
-    if what == "train":
-        transformer_jax.train(tiny.config, run.path)
-    else:
-        translate(run, what)
-
-
+# File, damage, use of the run, message. test_manifest.py has each kind of damage to a file with a checksum.
 DAMAGES = [
-    # file, damage, use, message
     ("tokenizer/joint.json", flip, "last", r"tokenizer/joint.json does not hold what was written"),
     ("tokenizer/joint.json", flip, "train", r"tokenizer/joint.json does not hold what was written"),
-    ("tokenizer/joint.json", truncate, "last", r"tokenizer/joint.json has \d+ bytes"),
-    ("tokenizer/joint.json", Path.unlink, "last", r"tokenizer/joint.json is missing"),
-    ("tokenizer/joint.json", replace_by_folder, "last", r"tokenizer/joint.json is not a file"),
     ("tokenizer", replace_by_file, "last", r"tokenizer/joint.json is missing"),
     ("config.json", flip, "last", r"config.json does not hold what was written"),
     ("config.json", flip, "train", r"config.json does not hold what was written"),
     ("config.json", replace_by_folder, "last", r"config.json is not a file"),
     ("data.sha256", flip, "train", r"data.sha256 does not hold what was written"),
-    ("data.sha256", replace_by_folder, "train", r"data.sha256 is not a file"),
     ("format", lambda path: path.write_text("0\n"), "last", r"format does not hold what was written"),
     ("format", garble, "last", r"format: cannot be read as UTF-8"),
     ("format", replace_by_folder, "last", r"format: cannot be read: Is a directory"),
     ("lock", replace_by_folder, "train", r"lock: cannot be opened: Is a directory"),
     (MANIFEST, flip, "last", r"is damaged"),
-    (MANIFEST, garble, "last", r"manifest.json is not readable"),
     (MANIFEST, Path.unlink, "last", r"it has no manifest.json"),
-    (MANIFEST, replace_by_folder, "last", r"manifest.json is not readable"),
     (f"checkpoints/4/{METRICS}", flip, "best", r"checkpoints/4 is damaged: metrics/metrics does not hold"),
     (f"checkpoints/2/{METRICS}", flip, "best", r"checkpoints/2 is damaged: metrics/metrics does not hold"),
-    (f"checkpoints/2/{METRICS}", truncate, "best", r"metrics/metrics has \d+ bytes"),
-    (f"checkpoints/2/{METRICS}", garble, "best", r"metrics/metrics does not hold"),
     (f"checkpoints/2/{METRICS}", Path.unlink, "best", r"metrics/metrics is missing"),
-    (f"checkpoints/2/{METRICS}", replace_by_folder, "best", r"metrics/metrics is not a file"),
     (f"checkpoints/4/{MANIFEST}", garble, "last", r"manifest.json is not readable"),
     ("checkpoints/4/state/_METADATA", replace_by_folder, "last", r"state/_METADATA is not a file"),
     ("checkpoints", replace_by_file, "last", r"has no checkpoint yet"),
@@ -103,17 +62,14 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "what", "message"),
-    DAMAGES,
-    ids=[f"{name}-{getattr(damage, '__name__', 'other')}-{what}" for name, damage, what, _ in DAMAGES],
+    ("name", "damage", "use", "message"), DAMAGES, ids=[f"{name}-{use}-{message}" for name, _, use, message in DAMAGES]
 )
-def test_damaged_file_raises_error_that_names_it(run, tiny, name, damage, what, message):
+def test_damaged_file_raises_error_that_names_it(run, tiny, name, damage, use, message):
     if name.startswith("average"):
         average(run.path, last=2)
-    translate(run, "best" if what == "best" else "last")
     damage(run.path / name)
     with pytest.raises(UserError, match=message) as error:
-        use(run, what, tiny)
+        transformer_jax.train(tiny.config, run.path) if use == "train" else translate(run, use)
     assert str(run.path) in str(error.value)
 
 
@@ -128,7 +84,7 @@ def test_damaged_metrics_of_an_older_checkpoint_move_it_aside(run, tiny, damage,
 
 
 def test_damaged_result_is_computed_again(run, tiny):
-    expected = json.loads(run.result.read_text())
+    expected = run.read_result()
     run.result.write_text(run.result.read_text().replace('"num_sentences": 12', '"num_sentences": 13'))
     assert run.read_result() == {}
     transformer_jax.train(tiny.config, run.path)
@@ -136,10 +92,9 @@ def test_damaged_result_is_computed_again(run, tiny):
 
 
 def test_foreign_entries_in_checkpoints_are_ignored(run, tiny):
-    (run.checkpoints / "15.old").mkdir()
-    (run.checkpoints / "5.old").mkdir()
-    (run.checkpoints / "5.tar").write_text("")
-    (run.checkpoints / "12.tar").write_text("")
+    for step in (5, 15):
+        (run.checkpoints / f"{step}.old").mkdir()
+        (run.checkpoints / f"{step}.tar").write_text("")
     assert transformer_jax.train(with_steps(tiny, 5), run.path).step == 5
     assert resolve_checkpoint(run, "last").name == "5"
     assert (run.checkpoints / "5.tar").exists()
@@ -207,29 +162,21 @@ def test_finished_run_on_read_only_file_system_can_be_read(run, tiny, read_only)
         save_params(run.average, {"w": 1})
 
 
-ODD_NAMES = [
+SPECIAL_NAMES = [
     "a b'\"[0-9]*?{x}",
     "back\\slash",
     "new\nline",
     "gs:",
     "percent%41#?",
     os.fsdecode(b"not utf-8 \xff"),
+    "two leading slashes",
 ]
 
 
-@pytest.mark.parametrize("name", ODD_NAMES, ids=[ascii(name) for name in ODD_NAMES])
+@pytest.mark.parametrize("name", SPECIAL_NAMES, ids=[ascii(name) for name in SPECIAL_NAMES])
 def test_run_in_a_folder_with_special_characters(tiny, tmp_path, name):
-    folder = tmp_path / name
-    _train_resume_translate(tiny, folder)
-
-
-def test_run_path_with_two_leading_slashes(tiny, tmp_path):
-    _train_resume_translate(tiny, Path(f"/{tmp_path}") / "run")
-
-
-def _train_resume_translate(tiny, folder):
-    tiny.copy(folder)
-    run = RunDir(folder)
+    folder = Path(f"/{tmp_path}") / "run" if name == "two leading slashes" else tmp_path / name
+    run = RunDir(tiny.copy(folder))
     assert transformer_jax.train(with_steps(tiny, 5), folder).step == 5
     assert translate(run) == translate(run, "5")
     assert average(folder, last=2)

@@ -6,8 +6,6 @@ import time
 import warnings
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from transformer_jax.data.corpus import read_split
@@ -15,7 +13,6 @@ from transformer_jax.data.encoding import encode_pairs
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import validation as module
 from transformer_jax.evaluation.bleu import score_corpus
 from transformer_jax.evaluation.scoring import perplexity
@@ -27,41 +24,30 @@ from transformer_jax.types import SPECIAL_TOKENS, UserError
 MESH = make_mesh(-1, 1, 1)  # all simulated devices, as in training
 
 
-@pytest.fixture(scope="module")
-def translator(tiny):
-    return Translator.load(tiny.run)
+@pytest.fixture
+def mean_loss(score_by_hand):
+    """-log P of the targets and their EOS, over the number of tokens."""
+
+    def compute(translator, pairs):
+        scores = [score_by_hand(translator, *pair) for pair in zip(pairs.source, pairs.target, strict=True)]
+        log_probs, counts = zip(*scores, strict=True)
+        return -sum(log_probs) / sum(counts)
+
+    return compute
 
 
-def mean_loss(translator, pairs):
-    """-log P of the targets and their EOS, pair by pair, with BOS and EOS set by hand; over the number of tokens."""
-    width = 64
-    apply = jax.jit(Transformer(translator.config.model).apply)
-    total, count = 0.0, 0
-    for source, target in zip(pairs.source, pairs.target, strict=True):
-        (src,), (tgt,) = translator.tokenizers.source.encode([source]), translator.tokenizers.target.encode([target])
-        model = translator.config.model
-        src, tgt_in, tgt_out = [*src, model.eos_id], [model.bos_id, *tgt], [*tgt, model.eos_id]
-        padded = [np.pad(np.array([ids], np.int32), ((0, 0), (0, width - len(ids)))) for ids in (src, tgt_in)]
-        logits = np.asarray(apply({"params": translator.params}, *map(jnp.asarray, padded)), np.float64)[0]
-        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        total -= log_probs[np.arange(len(tgt_out)), tgt_out].sum()
-        count += len(tgt_out)
-    return total / count
-
-
-def test_a_report_is_what_its_parts_say(tiny, translator):
+def test_an_evaluation_has_the_loss_and_scores_of_its_translations(tiny, translator, mean_loss):
     pairs = read_split(tiny.config.data, "test")
     report = evaluate_pairs(translator, pairs)
     assert report.loss == pytest.approx(mean_loss(translator, pairs), rel=1e-5)
     assert report.perplexity == pytest.approx(math.exp(report.loss))
     assert report.translations == translator.translate(list(pairs.source))
     assert report.scores == score_corpus(report.translations, list(pairs.target))
-    assert report.sentences_per_second > 0
-    assert report.tokens_per_second > report.sentences_per_second
+    assert report.tokens_per_second > report.sentences_per_second > 0
 
 
 def test_no_pair_is_left_out_of_an_evaluation(translator):
-    # Training would leave out the empty ones and the odd ones.
+    # Training would leave out empty sides and skewed lengths.
     pairs = Pairs(["a dog", "", "the"], ["ein hund", "der", ""], "here")
     report = evaluate_pairs(translator, pairs, tokenize="none", lowercase=True)
     assert report.scores.num_sentences == 3
@@ -70,7 +56,7 @@ def test_no_pair_is_left_out_of_an_evaluation(translator):
     assert "case:lc|eff:no|tok:none" in report.scores.bleu_signature
 
 
-def test_a_wrong_tokenization_is_found_before_the_work(translator, monkeypatch):
+def test_an_unknown_tokenization_raises_before_translating(translator, monkeypatch):
     monkeypatch.setattr(translator, "translate_n_best", lambda *_: pytest.fail("translated first"))
     with pytest.raises(UserError, match="tokenize is 'moses'"):
         evaluate_pairs(translator, Pairs(["a"], ["ein"], "here"), tokenize="moses")
@@ -87,17 +73,21 @@ def test_the_loss_does_not_depend_on_the_batches(tiny, translator, monkeypatch):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_perplexity_of_a_hopeless_loss_is_infinite():
+def test_perplexity_of_a_large_loss_is_infinite():
     assert perplexity(0.0) == 1
     assert perplexity(1e4) == math.inf
 
 
-def test_validation_gives_loss_scores_and_other_samples_each_time(tiny, translator):
-    pairs = read_split(tiny.config.data, "valid")
-    training = dataclasses.replace(tiny.config.training, valid_sentences=4, num_samples=2, validate_every=10)
-    config = dataclasses.replace(tiny.config, training=training)
+def make_validation(tiny, translator, **training):
+    config = dataclasses.replace(tiny.config, training=dataclasses.replace(tiny.config.training, **training))
+    pairs = read_split(config.data, "valid")
     encoded = encode_pairs(pairs, translator.tokenizers, config.model)
-    validate = Validation(config, pairs, encoded, translator.tokenizers, MESH)
+    return Validation(config, pairs, encoded, translator.tokenizers, MESH)
+
+
+def test_validation_reports_loss_scores_and_other_samples_each_time(tiny, translator, mean_loss):
+    validate = make_validation(tiny, translator, valid_sentences=4, num_samples=2, validate_every=10)
+    pairs = read_split(tiny.config.data, "valid")
     params = jax.device_put(translator.params, replicated(MESH))
     first, second = validate(params, 10), validate(params, 20)
     loss = mean_loss(translator, pairs)
@@ -109,18 +99,14 @@ def test_validation_gives_loss_scores_and_other_samples_each_time(tiny, translat
     assert first.metrics["valid_bleu"] == score_corpus(translations, references).bleu
     assert {sample["source"] for sample in [*first.samples, *second.samples]} == set(sources)
     for sample in first.samples:
-        place = sources.index(sample["source"])
-        assert (sample["reference"], sample["translation"]) == (references[place], translations[place])
+        index = sources.index(sample["source"])
+        assert (sample["reference"], sample["translation"]) == (references[index], translations[index])
 
 
 def test_validation_without_sentences_translates_nothing(tiny, translator, monkeypatch):
-    pairs = read_split(tiny.config.data, "valid")
-    training = dataclasses.replace(tiny.config.training, valid_sentences=0, num_samples=0)
-    config = dataclasses.replace(tiny.config, training=training)
-    encoded = encode_pairs(pairs, translator.tokenizers, config.model)
+    validate = make_validation(tiny, translator, valid_sentences=0, num_samples=0)
     monkeypatch.setattr(module, "Translator", lambda *_: pytest.fail("translated"))
-    params = jax.device_put(translator.params, replicated(MESH))
-    evaluation = Validation(config, pairs, encoded, translator.tokenizers, MESH)(params, 1)
+    evaluation = validate(jax.device_put(translator.params, replicated(MESH)), 1)
     assert evaluation.metrics.keys() == {"valid_loss", "valid_perplexity"}
     assert not evaluation.samples
 
@@ -135,7 +121,7 @@ def test_references_in_pieces_are_joined():
     ("losses", "target", "warns"),
     [((4.0, 1.0), "ein hund", True), ((4.0, 3.5), "ein hund", False), ((1.0, 4.0), "ein hund", False)],
 )
-def test_sides_that_look_swapped_are_warned_of(translator, monkeypatch, losses, target, warns):
+def test_swapped_sides_give_a_warning(translator, monkeypatch, losses, target, warns):
     seen, found = [], iter(losses)
 
     def loss_of(params, batches, model, max_logits):
@@ -154,28 +140,27 @@ def test_sides_that_look_swapped_are_warned_of(translator, monkeypatch, losses, 
     assert (source, target_ids) == (back, swapped) != (target_ids, source)
 
 
-def test_words_that_no_side_knows_are_no_evidence(translator, monkeypatch):
-    """The other way round the target is one unknown word, which any model finds likely."""
-    words = [WordTokenizer("word", [*SPECIAL_TOKENS, *known]) for known in (["a", "dog"], ["ein", "hund"])]
-    pair = dataclasses.replace(translator.tokenizers, source=words[0], target=words[1])
-    monkeypatch.setattr(translator, "tokenizers", pair)
+def word_tokenizers(special, *ids):
+    words = ["a", "dog"], ["ein", "hund"]
+    return TokenizerPair(*(WordTokenizer("word", [*special, *known], *ids) for known in words))
+
+
+def test_unknown_words_give_no_warning_of_swapped_sides(translator, monkeypatch):
+    """In the reverse direction the target is one unknown word, which any model finds probable."""
+    monkeypatch.setattr(translator, "tokenizers", word_tokenizers(SPECIAL_TOKENS))
     found = iter((4.0, 1.0))
     monkeypatch.setattr(module, "corpus_loss", lambda *_, **__: next(found))
     module.check_direction(translator, Pairs(["a dog"], ["ein hund"], "here"))
 
 
 def test_pairs_that_only_the_reverse_direction_cannot_encode_are_accepted(translator, monkeypatch):
-    words = [
-        WordTokenizer("word", [*SPECIAL_TOKENS[:3], *known], (0, 1, 2, None))
-        for known in (["a", "dog"], ["ein", "hund"])
-    ]
-    monkeypatch.setattr(translator, "tokenizers", TokenizerPair(*words))
+    monkeypatch.setattr(translator, "tokenizers", word_tokenizers(SPECIAL_TOKENS[:3], (0, 1, 2, None)))
     module.check_direction(translator, Pairs(["a dog"], ["ein hund"], "here"))
     with pytest.raises(UserError, match="not in the vocabulary"):
         module.check_direction(translator, Pairs(["a cat"], ["ein hund"], "here"))
 
 
-def test_sentences_translated_into_nothing_are_warned_of(translator):
+def test_empty_translations_give_a_warning(translator):
     pairs = Pairs(["a dog", " ", "the cat"], ["ein hund", "", "die katze"], "here")
     module.check_complete(["x", "", "y"], pairs)
     with pytest.warns(UserWarning, match="1 of 3 sentences have an empty translation"):
@@ -183,7 +168,7 @@ def test_sentences_translated_into_nothing_are_warned_of(translator):
 
 
 class CompilingTranslator:
-    """Translate as a translator does, after JAX traced a function for some seconds."""
+    """Translate as a translator does, after JAX traced nested functions for some seconds."""
 
     def __init__(self, translator, seconds):
         self.translator, self.seconds = translator, seconds
@@ -218,8 +203,3 @@ def test_speed_does_not_count_compilation(tiny, translator):
     assert elapsed > 2
     assert len(pairs) / result.sentences_per_second < elapsed - 1.9
     assert result.tokens_per_second > result.sentences_per_second
-
-
-def test_nested_intervals_are_counted_once():
-    assert module.total_length([(0, 4), (1, 2), (3, 5), (7, 8)]) == 6
-    assert module.total_length([]) == 0
