@@ -102,13 +102,10 @@ class ParsingScore:
 
     def run(self) -> None:
         """Print the score."""
-        from transformer_jax.experiments.parsing.command import say_score, score
+        from transformer_jax.experiments.parsing.command import render, score
 
         result = score(self.run_folder, self.split, self.output, **given(self.decoding))
-        if self.json:
-            print(to_json(result))
-        else:
-            say_score(result)
+        print(to_json(result) if self.json else render(result))
 
 
 @dataclass(frozen=True)

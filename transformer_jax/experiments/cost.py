@@ -8,6 +8,7 @@ softmax, LayerNorm and biases are not counted; they are a few percent.
 import dataclasses
 import math
 import runpy
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from transformer_jax.config import Config, ModelConfig, StackSize
@@ -18,6 +19,8 @@ SENTENCE_LENGTH = 30  # roughly WMT14's, in tokens: affects only the products of
 
 # Section 6.1: "training time, number of GPUs, sustained single-precision capacity of each", 9.5 TFLOPS for a P100.
 NUM_GPUS, GPU_FLOPS = 8, 9.5e12
+
+Report = dict[str, Any]  # a tree of values that JSON can hold
 
 
 class PaperCost(NamedTuple):
@@ -42,6 +45,14 @@ class Sides(NamedTuple):
     target: int
 
 
+def _pair(d_model: int, size: StackSize) -> int:
+    """Return the entries of an attention's query and output projections, or of its key and value projections.
+
+    One matrix of each pair has the width d_k, and the other one d_v.
+    """
+    return d_model * size.num_heads * (size.d_k + size.d_v)
+
+
 def parameters_by_part(config: ModelConfig) -> dict[str, int]:
     """Return the number of parameters of the embeddings, of each stack, and in total.
 
@@ -54,20 +65,16 @@ def parameters_by_part(config: ModelConfig) -> dict[str, int]:
     d_model, norm = config.d_model, 2 * config.d_model
 
     def stack(size: StackSize, attentions: int) -> int:
-        attention = 2 * d_model * size.num_heads * (size.d_k + size.d_v)
-        if config.attention_bias:
-            attention += size.num_heads * (2 * size.d_k + size.d_v) + d_model
+        bias = size.num_heads * (2 * size.d_k + size.d_v) + d_model if config.attention_bias else 0
         feed_forward = 2 * d_model * size.d_ff + size.d_ff + d_model
-        layer = attentions * (attention + norm) + feed_forward + norm
+        layer = attentions * (2 * _pair(d_model, size) + bias + norm) + feed_forward + norm
         return size.num_layers * layer + (norm if config.final_norm else 0)
 
     rows = {
         "all": config.vocab_size,
         "target": config.source_rows + config.vocab_size,
         "none": config.source_rows + 2 * config.vocab_size,
-    }[config.tie_embeddings]
-    if config.positions == "learned":
-        rows += 2 * config.max_length
+    }[config.tie_embeddings] + (2 * config.max_length if config.positions == "learned" else 0)
     parts = {
         "embeddings": rows * d_model + (config.vocab_size if config.logits_bias else 0),
         "encoder": stack(config.encoder, attentions=1),
@@ -82,43 +89,31 @@ def matrix_entries(config: ModelConfig) -> Sides:
     The key and value projections of the cross-attention count for source tokens, and the logits for target tokens.
     """
     d_model, encoder, decoder = config.d_model, config.encoder, config.decoder
-    # A pair of projections, query and output or key and value, has one of width d_k and one of width d_v.
-    encoder_pair = d_model * encoder.num_heads * (encoder.d_k + encoder.d_v)
-    decoder_pair = d_model * decoder.num_heads * (decoder.d_k + decoder.d_v)
-    encoder_layer = 2 * encoder_pair + 2 * d_model * encoder.d_ff
-    decoder_layer = 3 * decoder_pair + 2 * d_model * decoder.d_ff
+    encoder_layer = 2 * _pair(d_model, encoder) + 2 * d_model * encoder.d_ff
+    decoder_layer = 3 * _pair(d_model, decoder) + 2 * d_model * decoder.d_ff
     return Sides(
-        source=encoder.num_layers * encoder_layer + decoder.num_layers * decoder_pair,
+        source=encoder.num_layers * encoder_layer + decoder.num_layers * _pair(d_model, decoder),
         target=decoder.num_layers * decoder_layer + d_model * config.vocab_size,
     )
 
 
 def attention_products(config: ModelConfig, src_length: int, tgt_length: int) -> Sides:
     """Return the multiplications of Q K^T and of the weights with V for one token, including masked keys."""
-    encoder, decoder = config.encoder, config.decoder
-    return Sides(
-        source=encoder.num_layers * encoder.num_heads * (encoder.d_k + encoder.d_v) * src_length,
-        target=decoder.num_layers * decoder.num_heads * (decoder.d_k + decoder.d_v) * (tgt_length + src_length),
-    )
-
-
-def forward_flops(config: ModelConfig, src_length: int, tgt_length: int) -> Sides:
-    """Return the forward operations for one token of each side: 2 x (matrix entries + attention products)."""
-    entries, products = matrix_entries(config), attention_products(config, src_length, tgt_length)
-    return Sides(2 * (entries.source + products.source), 2 * (entries.target + products.target))
+    per_key = [size.num_layers * size.num_heads * (size.d_k + size.d_v) for size in (config.encoder, config.decoder)]
+    return Sides(per_key[0] * src_length, per_key[1] * (tgt_length + src_length))
 
 
 def training_flops(config: ModelConfig, src_length: int = SENTENCE_LENGTH, tgt_length: int = SENTENCE_LENGTH) -> Sides:
-    """Return the forward and backward operations for one token of each side, three times `forward_flops`.
+    """Return the operations for one token of each side: 2 x (entries + products) forward, and twice that backward.
 
     >>> training_flops(ModelConfig.base(37_000))
     Sides(source=133226496, target=247996416)
     """
-    forward = forward_flops(config, src_length, tgt_length)
-    return Sides(3 * forward.source, 3 * forward.target)
+    entries, products = matrix_entries(config), attention_products(config, src_length, tgt_length)
+    return Sides(6 * (entries.source + products.source), 6 * (entries.target + products.target))
 
 
-def params_report(recipe: str, vocab_size: int | None = None, flops: bool = False) -> dict[str, Any]:
+def params_report(recipe: str, vocab_size: int | None = None, flops: bool = False) -> Report:
     """Return the counts that `render` prints, as values that JSON can hold.
 
     A recipe file with several rows (`ROWS` and `PAPER`, as in configs/table3.py) and no name after it gives the
@@ -134,37 +129,21 @@ def params_report(recipe: str, vocab_size: int | None = None, flops: bool = Fals
     """
     config = load_recipe(recipe) if recipe else numbers_config()
     module = runpy.run_path(recipe) if recipe.endswith(".py") else {}  # else FILE:NAME, or a run's config.json
-    report: dict[str, Any] = {"recipe": recipe or "numbers"}
+    report: Report = {"recipe": recipe or "numbers"}
+    configs = {report["recipe"]: config}
     if "ROWS" in module and "PAPER" in module:
         configs = {name: module["get_config"](name) for name in module["ROWS"]}
         millions = {name: module["PAPER"][name].millions for name in configs}
-        report["table"] = _table(configs, millions, module["ROWS"], vocab_size)
-        costly = {name: config for name, config in configs.items() if name in PAPER_COSTS}
+        sizes = [FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE] if vocab_size is None else [vocab_size]
+        report["table"] = _table(configs, millions, module["ROWS"], sizes)
+        configs = {name: config for name, config in configs.items() if name in PAPER_COSTS}
     else:
         model = _with_vocab_size(config.model, vocab_size)
         report |= {"vocab_size": model.vocab_size, "parameters": parameters_by_part(model)}
-        costly = {report["recipe"]: config}
     if flops:
-        report["flops"] = [_cost(name, config, vocab_size) for name, config in costly.items()]
-        report["paper_cost"] = {
-            name: {"flops": cost.flops, "hours": cost.hours, "recomputed": cost.recomputed}
-            for name, cost in PAPER_COSTS.items()
-        }
+        report["flops"] = [_cost(name, config, vocab_size) for name, config in configs.items()]
+        report["paper_cost"] = {n: c._asdict() | {"recomputed": c.recomputed} for n, c in PAPER_COSTS.items()}
     return report
-
-
-def render(report: dict[str, Any]) -> str:
-    """Return a report of `params_report` as text."""
-    lines = _render_table(report["table"]) if "table" in report else _render_parts(report)
-    if "flops" in report:
-        lines += [line for cost in report["flops"] for line in ["", *_render_cost(cost)]]
-        lines += ["", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):"]
-        for name, cost in report["paper_cost"].items():
-            lines.append(
-                f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
-                f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
-            )
-    return "\n".join(lines)
 
 
 def _with_vocab_size(model: ModelConfig, vocab_size: int | None) -> ModelConfig:
@@ -175,12 +154,9 @@ def _with_vocab_size(model: ModelConfig, vocab_size: int | None) -> ModelConfig:
 
 
 def _table(
-    configs: dict[str, Config],
-    millions: dict[str, int | None],
-    changes: dict[str, dict[str, Any]],
-    vocab_size: int | None,
-) -> dict[str, Any]:
-    sizes = [FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE] if vocab_size is None else [vocab_size]
+    configs: dict[str, Config], millions: dict[str, int | None], changes: dict[str, dict[str, object]], sizes: list[int]
+) -> Report:
+    """Return the parameters of Table 3's rows for each vocabulary size, next to the paper's."""
     rows, fits = [], {}
     for name, config in configs.items():
         # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
@@ -197,26 +173,22 @@ def _table(
             }
         )
         if paper is not None:
-            # One tied table has d_model parameters per row.
-            others = counts[0] - sizes[0] * config.model.d_model
-            fits[name] = [_rows_for(edge * 1e6 - others, config.model.d_model) for edge in (paper - 0.5, paper + 0.5)]
-    most = [fit for name, fit in fits.items() if name != "big"]
+            # The vocabulary sizes whose count rounds to the paper's: a tied table has d_model parameters per row.
+            d_model = config.model.d_model
+            others = counts[0] - sizes[0] * d_model
+            first, end = (math.ceil((edge * 1e6 - others) / d_model) for edge in (paper - 0.5, paper + 0.5))
+            fits[name] = [first, end - 1]
     table = {"vocab_sizes": sizes, "rows": rows}
-    if most and "big" in fits:
-        table["all_but_big_fit"] = [max(first for first, _ in most), min(end for _, end in most) - 1]
-        table["big_fits"] = [fits["big"][0], fits["big"][1] - 1]
+    big = fits.pop("big", None)
+    if fits and big:
+        table["all_but_big_fit"] = [max(first for first, _ in fits.values()), min(last for _, last in fits.values())]
+        table["big_fits"] = big
     return table
 
 
-def _rows_for(parameters: float, d_model: int) -> int:
-    """Return the minimum number of rows with which an embedding table has this number of parameters."""
-    return math.ceil(parameters / d_model)
-
-
-def _cost(name: str, config: Config, vocab_size: int | None) -> dict[str, Any]:
+def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
     model = _with_vocab_size(config.model, vocab_size)
-    tokens, steps = config.data.batch_tokens, config.training.num_steps
-    per_token = training_flops(model)
+    tokens, steps, per_token = config.data.batch_tokens, config.training.num_steps, training_flops(model)
     return {
         "name": name,
         "vocab_size": model.vocab_size,
@@ -230,50 +202,63 @@ def _cost(name: str, config: Config, vocab_size: int | None) -> dict[str, Any]:
     }
 
 
-def _render_parts(report: dict[str, Any]) -> list[str]:
-    lines = [f"{report['recipe']}, vocabulary {report['vocab_size']:,}"]
-    return lines + [f"  {part:11} {count:>13,}" for part, count in report["parameters"].items()]
+def render(report: Report) -> str:
+    """Return a report of `params_report` as text."""
+    return "\n".join(_lines(report))
 
 
-def _render_table(table: dict[str, Any]) -> list[str]:
+def _lines(report: Report) -> Iterator[str]:
+    if "table" in report:
+        yield from _table_lines(report["table"])
+    else:
+        yield f"{report['recipe']}, vocabulary {report['vocab_size']:,}"
+        yield from (f"  {part:11} {count:>13,}" for part, count in report["parameters"].items())
+    for cost in report.get("flops", ()):
+        yield ""
+        yield from _cost_lines(cost)
+    if "flops" in report:
+        yield from ("", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):")
+        for name, cost in report["paper_cost"].items():
+            yield (
+                f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
+                f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
+            )
+
+
+def _table_lines(table: Report) -> Iterator[str]:
     heads = [f"V={size:,}" for size in table["vocab_sizes"]]
-    columns = "".join(f"{head:>10}" for head in heads)
     width = max(len(row["change"]) for row in table["rows"])
-    lines = [
-        "parameters in millions, with biases on the attention projections as in the first released code",
-        f"{'row':5} {'change':{width}}{columns}{'paper':>7}  match at {heads[0]}",
-    ]
+    yield "parameters in millions, with biases on the attention projections as in the first released code"
+    yield f"{'row':5} {'change':{width}}{''.join(f'{head:>10}' for head in heads)}{'paper':>7}  match at {heads[0]}"
     for row in table["rows"]:
         paper = "-" if row["paper_millions"] is None else row["paper_millions"]
         match = {None: "-", True: "yes", False: "no"}[row["match"][0]]
         counts = "".join(f"{count / 1e6:10.2f}" for count in row["parameters"])
-        lines.append(f"{row['row']:5} {row['change']:{width}}{counts}{paper:>7}  {match}")
+        yield f"{row['row']:5} {row['change']:{width}}{counts}{paper:>7}  {match}"
     if "big_fits" in table:
         (first, last), (big_first, big_last) = table["all_but_big_fit"], table["big_fits"]
-        lines.append(
+        yield (
             f"The paper's figure of big needs {big_first:,} to {big_last:,} rows in the embedding table, those of the "
             f"others {first:,} to {last:,}."
         )
         if big_last < first or last < big_first:
-            lines.append("So the big row (213) fits no vocabulary that the others fit.")
-    return lines
+            yield "So the big row (213) fits no vocabulary that the others fit."
 
 
-def _render_cost(cost: dict[str, Any]) -> list[str]:
-    lines = [f"{cost['name']}, vocabulary {cost['vocab_size']:,}: operations of a training token, forward and backward"]
+def _cost_lines(cost: Report) -> Iterator[str]:
+    yield f"{cost['name']}, vocabulary {cost['vocab_size']:,}: operations of a training token, forward and backward"
     for side in Sides._fields:
         entries, products = cost["matrix_entries"][side], cost["attention_products"][side]
-        lines.append(
+        yield (
             f"  {side}  6 x ({entries:,} matrix entries + {products:,} attention products at length {cost['length']})"
             f" = {cost['flops_per_token'][side]:.3e}"
         )
     both = sum(cost["flops_per_token"].values())
-    lines.append(
+    yield (
         f"  training: {both:.3e} x {cost['batch_tokens']:,} tokens of each side x {cost['num_steps']:,} steps = "
         f"{cost['total']:.2e}"
     )
     for name, paper in PAPER_COSTS.items():
         if name == cost["name"] or cost["name"] not in PAPER_COSTS:
             share = 100 * cost["total"] / paper.flops
-            lines.append(f"  that is {share:.3g} % of the paper's {paper.flops:.1e} ({name})")
-    return lines
+            yield f"  that is {share:.3g} % of the paper's {paper.flops:.1e} ({name})"

@@ -1,45 +1,14 @@
-"""Table 3 of the paper: its rows as configurations, at any size, trained and compared with the published figures."""
+"""Table 3 of the paper: its rows as configurations at any size, and the published figures."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, StackSize, TrainingConfig
 from transformer_jax.types import UserError
 
 SIZES = {"model.d_model": 512, "model.d_ff": 2048, "model.num_layers": 6, "model.num_heads": 8, "model.d_k": 64}
 """The sizes of the paper's base model, which a row changes in proportion."""
-
-# What each row changes in the base recipe. Where d_k and d_v stay None, h * d_k = d_model, as in rows A and in the
-# rows C that change d_model.
-ROWS: dict[str, dict[str, Any]] = {
-    "base": {},
-    "A1": {"model.num_heads": 1},
-    "A2": {"model.num_heads": 4},
-    "A3": {"model.num_heads": 16},
-    "A4": {"model.num_heads": 32},
-    "B1": {"model.d_k": 16},
-    "B2": {"model.d_k": 32},
-    "C1": {"model.num_layers": 2},
-    "C2": {"model.num_layers": 4},
-    "C3": {"model.num_layers": 8},
-    "C4": {"model.d_model": 256},
-    "C5": {"model.d_model": 1024},
-    "C6": {"model.d_ff": 1024},
-    "C7": {"model.d_ff": 4096},
-    "D1": {"model.residual_dropout": 0.0},
-    "D2": {"model.residual_dropout": 0.2},
-    "D3": {"training.label_smoothing": 0.0},
-    "D4": {"training.label_smoothing": 0.2},
-    "E": {"model.positions": "learned"},
-    "big": {
-        "model.d_model": 1024,
-        "model.d_ff": 4096,
-        "model.num_heads": 16,
-        "model.residual_dropout": 0.3,
-        "training.num_steps": 300_000,
-    },
-}
 
 
 class Published(NamedTuple):
@@ -51,45 +20,62 @@ class Published(NamedTuple):
     """Parameters; the paper gives them only where they differ from base."""
 
 
-PAPER = {
-    "base": Published(4.92, 25.8, 65),
-    "A1": Published(5.29, 24.9, None),
-    "A2": Published(5.00, 25.5, None),
-    "A3": Published(4.91, 25.8, None),
-    "A4": Published(5.01, 25.4, None),
-    "B1": Published(5.16, 25.1, 58),
-    "B2": Published(5.01, 25.4, 60),
-    "C1": Published(6.11, 23.7, 36),
-    "C2": Published(5.19, 25.3, 50),
-    "C3": Published(4.88, 25.5, 80),
-    "C4": Published(5.75, 24.5, 28),
-    "C5": Published(4.66, 26.0, 168),
-    "C6": Published(5.12, 25.4, 53),
-    "C7": Published(4.75, 26.2, 90),
-    "D1": Published(5.77, 24.6, None),
-    "D2": Published(4.95, 25.5, None),
-    "D3": Published(4.67, 25.3, None),
-    "D4": Published(5.47, 25.7, None),
-    "E": Published(4.92, 25.7, None),
-    "big": Published(4.33, 26.4, 213),
+Change = dict[str, float | str]
+
+# What each row changes in the base recipe, and the paper's figures. Where d_k and d_v stay None, h * d_k = d_model, as
+# in rows A and in the rows C that change d_model.
+_TABLE: dict[str, tuple[Change, Published]] = {
+    "base": ({}, Published(4.92, 25.8, 65)),
+    "A1": ({"model.num_heads": 1}, Published(5.29, 24.9, None)),
+    "A2": ({"model.num_heads": 4}, Published(5.00, 25.5, None)),
+    "A3": ({"model.num_heads": 16}, Published(4.91, 25.8, None)),
+    "A4": ({"model.num_heads": 32}, Published(5.01, 25.4, None)),
+    "B1": ({"model.d_k": 16}, Published(5.16, 25.1, 58)),
+    "B2": ({"model.d_k": 32}, Published(5.01, 25.4, 60)),
+    "C1": ({"model.num_layers": 2}, Published(6.11, 23.7, 36)),
+    "C2": ({"model.num_layers": 4}, Published(5.19, 25.3, 50)),
+    "C3": ({"model.num_layers": 8}, Published(4.88, 25.5, 80)),
+    "C4": ({"model.d_model": 256}, Published(5.75, 24.5, 28)),
+    "C5": ({"model.d_model": 1024}, Published(4.66, 26.0, 168)),
+    "C6": ({"model.d_ff": 1024}, Published(5.12, 25.4, 53)),
+    "C7": ({"model.d_ff": 4096}, Published(4.75, 26.2, 90)),
+    "D1": ({"model.residual_dropout": 0.0}, Published(5.77, 24.6, None)),
+    "D2": ({"model.residual_dropout": 0.2}, Published(4.95, 25.5, None)),
+    "D3": ({"training.label_smoothing": 0.0}, Published(4.67, 25.3, None)),
+    "D4": ({"training.label_smoothing": 0.2}, Published(5.47, 25.7, None)),
+    "E": ({"model.positions": "learned"}, Published(4.92, 25.7, None)),
+    "big": (
+        {
+            "model.d_model": 1024,
+            "model.d_ff": 4096,
+            "model.num_heads": 16,
+            "model.residual_dropout": 0.3,
+            "training.num_steps": 300_000,
+        },
+        Published(4.33, 26.4, 213),
+    ),
 }
+ROWS = {name: changes for name, (changes, _) in _TABLE.items()}
+"""What each row changes in the base recipe."""
+PAPER = {name: published for name, (_, published) in _TABLE.items()}
+"""The paper's figures of each row."""
 
 
-def perplexity_of(result: Mapping[str, Any]) -> float:
-    """Of a row that was trained. JSON has null for what is not finite."""
+def perplexity_of(result: Mapping[str, float | None]) -> float:
+    """Return the perplexity of a trained row. JSON has null for infinity."""
     return float("inf") if result["perplexity"] is None else float(result["perplexity"])
 
 
 def table3_config(row: str = "base", base: Config | None = None) -> Config:
-    """The recipe of one row.
+    """Return the recipe of one row.
 
     Args:
-        row: one of `ROWS`.
-        base: another base recipe than the paper's. Each row has the number of steps of this one: the paper's big, which
-            has three times the steps of the others, has not here.
+        row: Name of the row, a key of `ROWS`.
+        base: Base recipe. None takes the paper's. Every row has the number of steps of another base recipe, also big,
+            which the paper trains for three times as many steps.
 
     Raises:
-        UserError: no such row; a base of which the row's change makes no model.
+        UserError: The row does not exist, or its change of the base recipe makes no valid model.
 
     >>> table3_config("C4", scaled(table3_config(), 4)).model.d_model
     64
@@ -102,23 +88,22 @@ def table3_config(row: str = "base", base: Config | None = None) -> Config:
             if base is not None and field == "training.num_steps":
                 continue
             section, _, key = field.partition(".")
-            new = _in_proportion(config, field, value) if field in SIZES else value
-            config = dataclasses.replace(
-                config, **{section: dataclasses.replace(getattr(config, section), **{key: new})}
-            )
+            new = _in_proportion(config, field, int(value)) if field in SIZES else value
+            changed = dataclasses.replace(getattr(config, section), **{key: new})
+            config = dataclasses.replace(config, **{section: changed})
     except UserError as error:
         raise UserError(f"row {row} of Table 3: {error}; another base, or a smaller --scale") from error
     return config
 
 
 def scaled(base: Config, scale: int) -> Config:
-    """The recipe with d_model and d_ff divided by `scale`.
+    """Return the recipe with d_model and d_ff divided by `scale`.
 
-    Layers and heads stay, so the widths of the heads (d_model / h) are divided too, and h * d_k = d_model. The 32 heads
-    of row A4 stay 32, each 16 / scale wide.
+    The numbers of layers and heads stay, so the widths of the heads (d_model / h) are divided too.
 
     Raises:
-        UserError: one of them is not divisible, or the base gives the widths of its heads or sizes of its decoder.
+        UserError: `scale` divides d_model or d_ff with a remainder, or the base sets widths of heads or sizes of the
+            decoder.
     """
     model = base.model
     for name in ("d_k", "d_v", *(f"decoder_{size}" for size in StackSize._fields)):
@@ -144,7 +129,7 @@ _BASE = Config(
 
 
 def _in_proportion(config: Config, field: str, value: int) -> int:
-    """What this size becomes if it changes as that of the paper's base model changes to `value`."""
+    """Return the size that has the proportion to the base's size that `value` has to the paper's base size."""
     own = config.model.encoder.d_k if field == "model.d_k" else config.flat()[field]
     size, rest = divmod(own * value, SIZES[field])
     if rest:

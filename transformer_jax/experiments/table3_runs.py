@@ -11,7 +11,7 @@ import numpy as np
 
 from transformer_jax import run as commands
 from transformer_jax.config import Config
-from transformer_jax.evaluation import evaluate as score_commands
+from transformer_jax.evaluation import evaluate as evaluation
 from transformer_jax.experiments.table3 import PAPER, ROWS, perplexity_of, table3_config
 from transformer_jax.model.transformer import count_parameters
 from transformer_jax.runtime.distributed import main_process_logger, on_main_process
@@ -21,8 +21,11 @@ from transformer_jax.visualization.canvas import COLORS, drawing
 
 logger = main_process_logger(__name__)
 
+Result = dict[str, Any]
+"""The figures of a trained row, as values that JSON can hold."""
 
-def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterator[dict[str, Any]]:
+
+def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterator[Result]:
     """Train or resume rows of Table 3 around a base recipe, and score each on the validation split.
 
     Args:
@@ -56,7 +59,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
                 "row": row,
                 "change": _change(base, config),
                 "parameters": count_parameters(config.model),
-                **score_commands.evaluate(run, split="valid", num_samples=0),
+                **evaluation.evaluate(run, split="valid", num_samples=0),
                 "paper": PAPER[row]._asdict(),
                 "asked": asked,
             }
@@ -66,7 +69,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
         yield result
 
 
-def render(results: Sequence[dict[str, Any]]) -> str:
+def render(results: Sequence[Result]) -> str:
     """Format the results of `run_table3` as a text table, with the paper's numbers on the right."""
     width = max(len(result["change"]) for result in results) + 1
     lines = [
@@ -80,20 +83,19 @@ def render(results: Sequence[dict[str, Any]]) -> str:
             f"{result['row']:6}{result['change']:{width}}{result['parameters'] / 1e6:10.2f}{perplexity_of(result):8.2f}"
             f"{result['bleu']:6.1f}{millions:>10}{paper.perplexity:8.2f}{paper.bleu:6.1f}"
         )
-    first, correlation = results[0], rank_correlation(results)
-    return "\n".join(
-        [
-            *lines,
-            f"here: {first['num_sentences']} sentences of validation after {first['asked']['num_steps']} steps, "
-            f"{first['bleu_signature']}",
-            "the paper: newstest2013. Perplexities are per token of a vocabulary: compare the order of "
-            "the rows, not the numbers",
-            *([f"Spearman's rank correlation of the perplexities: {correlation:.2f}"] if len(results) > 2 else []),
-        ]
-    )
+    first = results[0]
+    lines += [
+        f"here: {first['num_sentences']} sentences of validation after {first['asked']['num_steps']} steps, "
+        f"{first['bleu_signature']}",
+        "the paper: newstest2013. Perplexities are per token of a vocabulary: compare the order of the rows, not the "
+        "numbers",
+    ]
+    if len(results) > 2:
+        lines.append(f"Spearman's rank correlation of the perplexities: {rank_correlation(results):.2f}")
+    return "\n".join(lines)
 
 
-def rank_correlation(results: Sequence[dict[str, Any]]) -> float:
+def rank_correlation(results: Sequence[Result]) -> float:
     """Return Spearman's rank correlation of our perplexities and the paper's: 1 for equal order, -1 for reverse order.
 
     Equal perplexities get the mean of their ranks. The result is NaN for fewer than two rows or if all are equal.
@@ -115,12 +117,12 @@ def _change(base: Config, config: Config) -> str:
     return ", ".join(f"{name.partition('.')[2]} {after[name]}" for name in after if after[name] != before[name])
 
 
-def _read(file: Path) -> dict[str, dict[str, Any]]:
+def _read(file: Path) -> dict[str, Result]:
     """Return the results in a `table3.jsonl` by row. A missing file gives no results; damaged lines are skipped."""
     return {row["row"]: row for row in read_json_lines(file) if str(row.get("row")) in PAPER}
 
 
-def _add(file: Path, result: dict[str, Any]) -> None:
+def _add(file: Path, result: Result) -> None:
     # The file is read again, because another process may have added other rows during training.
     results = _read(file) | {result["row"]: result}
     write_atomically(file, "".join(to_json(results[name]) + "\n" for name in PAPER if name in results))
@@ -132,15 +134,11 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ranks
 
 
-def plot_table3(results: Sequence[dict[str, Any]], output: Path) -> None:
+def plot_table3(results: Sequence[Result], output: Path) -> None:
     """Plot the perplexity of each row, sorted by the paper's: the paper's on the left, ours on the right.
 
-    Args:
-        results: Results of `run_table3`.
-        output: A .png, .svg or .pdf file.
-
     Raises:
-        UserError: The file cannot be written, or has another ending.
+        UserError: The file cannot be written, or does not end with .png, .svg or .pdf.
     """
     results = sorted(results, key=lambda result: PAPER[result["row"]].perplexity)
     places, groups = np.arange(len(results)), list(dict.fromkeys(row[0] for row in ROWS))

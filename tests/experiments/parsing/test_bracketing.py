@@ -6,8 +6,7 @@ import pytest
 from naive_evalb import f1
 
 from transformer_jax.experiments.parsing.bracketing import brackets, score_brackets
-from transformer_jax.experiments.parsing.linearization import delinearize, linearize
-from transformer_jax.experiments.parsing.trees import Tree, clean, parse_trees, read_trees
+from transformer_jax.experiments.parsing.trees import Tree, clean, delinearize, linearize, parse_trees, read_trees
 from transformer_jax.types import UserError
 
 
@@ -20,7 +19,7 @@ def score(gold: str, parse: str):
     return score_brackets([(tree(gold), tree(parse))])
 
 
-def test_the_example_of_evalbs_documentation():
+def test_brackets_equal_the_example_of_evalb():
     """Eight words, of which six count, and five brackets."""
     text = "(S (INTJ (RB No)) (, ,) (NP (PRP it)) (VP (VBD was) (RB n't) (NP (NNP Black) (NNP Monday))) (. .))"
     assert brackets(tree(f"(TOP {text})")) == {
@@ -71,7 +70,7 @@ def test_brackets_by_hand(gold, parse, matched, num_gold, num_predicted):
     assert found.complete_match == (100 if matched == num_gold == num_predicted else 0)
 
 
-def test_sums_are_over_the_corpus_and_not_means_of_sentences():
+def test_scores_are_ratios_of_sums_over_the_corpus():
     flat = "(TOP (S (DT the) (NN dog) (VBZ runs) (RB fast) (. .)))"
     found = score_brackets([(tree(GOLD), tree(GOLD)), (tree(GOLD), tree(flat))])
     assert (found.num_matched, found.num_gold, found.num_predicted) == (5, 8, 5)
@@ -79,7 +78,7 @@ def test_sums_are_over_the_corpus_and_not_means_of_sentences():
     assert found.f1 == pytest.approx(2 * 100 * 62.5 / 162.5)
 
 
-def test_other_words_or_tags_are_refused():
+def test_parse_with_other_words_or_tags_is_rejected():
     for parse in ("(TOP (S (NN dog)))", "(TOP (S (DT a)))", "(TOP (S (NN the)))"):
         with pytest.raises(UserError, match="sentence 1: the parse has other words or tags"):
             score("(TOP (S (DT the)))", parse)
@@ -112,11 +111,11 @@ def assert_as_naive(golds: list[Tree], rng: random.Random) -> float:
     return ours.f1
 
 
-def test_random_trees_score_as_another_way_of_counting_says():
+def test_random_trees_score_as_naive_counting():
     rng = random.Random(0)
     assert 20 < assert_as_naive([random_tree(rng) for _ in range(300)], rng) < 90
 
 
-def test_the_sample_scores_as_another_way_of_counting_says(data_folder):
+def test_treebank_sample_scores_as_naive_counting(data_folder):
     trees = read_trees(data_folder / "ptb-wsj-sample" / "wsj_0160-0179.dev.mrg.xz")[:60]
     assert 20 < assert_as_naive(list(map(clean, trees)), random.Random(1)) < 90

@@ -62,7 +62,7 @@ def parses(monkeypatch, wsj):
     return put
 
 
-def test_a_treebank_becomes_sentence_pairs(cli, tmp_path):
+def test_prepare_writes_sentence_pairs(cli, tmp_path):
     (tmp_path / "a.mrg").write_text(TREES)
     done = cli("parsing", "prepare", "--train", tmp_path / "a.mrg", tmp_path / "a.mrg", "--output", tmp_path / "wsj")
     assert done.status == 0, done.err
@@ -76,7 +76,7 @@ def test_a_treebank_becomes_sentence_pairs(cli, tmp_path):
     assert len(list((tmp_path / "wsj").iterdir())) == 2, "no split that was not named"
 
 
-def test_f1_of_parses_by_hand(parses, cli, tmp_path):
+def test_f1_by_hand(parses, cli, tmp_path):
     # Of the first, VP is not closed and the adverb is missing; the second is no tree at all.
     parses("(S (NP DT NN )NP (VP VBZ", "PRP VBZ <unk>")
     result = score(tmp_path / "run", output=tmp_path / "parses.mrg")
@@ -93,13 +93,13 @@ def test_f1_of_parses_by_hand(parses, cli, tmp_path):
     assert json.loads(cli("parsing", "score", tmp_path / "run", "--json").out) == score(tmp_path / "run")
 
 
-def test_the_gold_trees_score_100(parses, wsj, tmp_path):
+def test_gold_trees_score_100(parses, wsj, tmp_path):
     parses(*(wsj / "valid.tree").read_text().splitlines())
     result = score(tmp_path / "run")
     assert (result["f1"], result["complete_match"], result["whole"]) == (100, 100, 2)
 
 
-def test_files_that_are_no_trees_are_named(parses, wsj, tmp_path):
+def test_invalid_files_are_rejected(parses, wsj, tmp_path):
     parses("", "")
     (wsj / "other.words").write_text("a b\n")
     (wsj / "other.tree").write_text("(S NN )S\n")

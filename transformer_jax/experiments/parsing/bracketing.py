@@ -59,25 +59,19 @@ def score_brackets(pairs: Iterable[tuple[Tree, Tree]]) -> BracketScores:
     Raises:
         UserError: A parse has other words or tags than its gold tree. Tags decide which words count.
     """
-    gold_sum = predicted_sum = matched_sum = complete = sentences = 0
-    for gold, predicted in pairs:
-        sentences += 1
+    totals: Counter[str] = Counter()
+    for number, (gold, predicted) in enumerate(pairs, 1):
         if [*gold.leaves()] != [*predicted.leaves()]:
-            raise UserError(f"sentence {sentences}: the parse has other words or tags than the gold tree")
-        gold_brackets, predicted_brackets = brackets(gold), brackets(predicted)
-        gold_sum += gold_brackets.total()
-        predicted_sum += predicted_brackets.total()
-        matched_sum += (gold_brackets & predicted_brackets).total()
-        complete += gold_brackets == predicted_brackets
+            raise UserError(f"sentence {number}: the parse has other words or tags than the gold tree")
+        expected, found = brackets(gold), brackets(predicted)
+        totals.update(sentences=1, gold=expected.total(), predicted=found.total(), complete=int(expected == found))
+        totals.update(matched=(expected & found).total())
     return BracketScores(
-        precision=_percent(matched_sum, predicted_sum),
-        recall=_percent(matched_sum, gold_sum),
-        f1=_percent(2 * matched_sum, gold_sum + predicted_sum),
-        complete_match=_percent(complete, sentences),
-        num_sentences=sentences,
-        num_gold=gold_sum,
-        num_predicted=predicted_sum,
-        num_matched=matched_sum,
+        precision=_percent(totals["matched"], totals["predicted"]),
+        recall=_percent(totals["matched"], totals["gold"]),
+        f1=_percent(2 * totals["matched"], totals["gold"] + totals["predicted"]),
+        complete_match=_percent(totals["complete"], totals["sentences"]),
+        **{f"num_{name}": totals[name] for name in ("sentences", "gold", "predicted", "matched")},
     )
 
 

@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformer_jax.data.corpus import read_split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.experiments.parsing.bracketing import score_brackets
-from transformer_jax.experiments.parsing.linearization import delinearize, linearize
-from transformer_jax.experiments.parsing.trees import Tree, clean, read_trees
+from transformer_jax.experiments.parsing.trees import Tree, clean, delinearize, linearize, read_trees
 from transformer_jax.runtime.files import check_writable, write_atomically
 from transformer_jax.types import UserError
 
@@ -18,13 +17,13 @@ WORDS, TREE = "words", "tree"
 """Languages of a parsing corpus: each line of STEM.words is a sentence, and that of STEM.tree its linearized tree."""
 
 
-def prepare(splits: dict[str, Sequence[Path]], output: Path, say: Callable[[str], None] = print) -> None:
+def prepare(splits: dict[str, Sequence[Path]], output: Path, log: Callable[[str], None] = print) -> None:
     """Write STEM.words and STEM.tree into a folder, for `data.source` text.
 
     Args:
         splits: Files of trees in bracket form, compressed or not, for each stem, such as `train`.
         output: Folder to write.
-        say: Function that is called with a line of text for each split.
+        log: Function that is called with a line of text for each split.
 
     Raises:
         UserError: A file cannot be read or does not hold trees, a split has no tree, or the folder cannot be written.
@@ -43,13 +42,13 @@ def prepare(splits: dict[str, Sequence[Path]], output: Path, say: Callable[[str]
             raise UserError(f"{output}: cannot be written: {error.strerror}") from error
         longest = {language: max(map(len, rows)) for language, rows in sides.items()}
         symbols = len({token for row in sides[TREE] for token in row})
-        say(
+        log(
             f"{output / stem}.{WORDS} and .{TREE}: {len(kept)} trees, {len(trees) - len(kept)} without words left out; "
             f"at most {longest[WORDS]} words and {longest[TREE]} tokens of a tree, {symbols} different ones"
         )
 
 
-def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding: Any) -> dict[str, Any]:
+def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding: Any) -> dict[str, object]:
     """Return the labeled bracketing F1 of a run's parses of a split of its corpus.
 
     The parses get the gold trees' tags. Output that is not a tree is repaired by `delinearize` and counted as repaired.
@@ -89,18 +88,16 @@ def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding
     }
 
 
-def say_score(result: dict[str, Any], say: Callable[[str], None] = print) -> None:
-    """A result of `score` as lines, the last of them `F1 88.12`."""
-    say(f"{result['run']}, checkpoint {result['checkpoint']}, {result['split']}")
-    say(
-        f"{result['num_sentences']} parses: {result['whole']} whole trees, {result['repaired']} repaired, "
-        f"{result['failed']} failed; {result['complete_match']:.2f} % equal the gold tree"
-    )
-    say(
-        f"precision {result['precision']:.2f}, recall {result['recall']:.2f} (EVALB: labeled brackets, without "
-        "punctuation and the root, ADVP = PRT)"
-    )
-    say(f"F1 {result['f1']:.2f}")
+def render(result: Mapping[str, object]) -> str:
+    """Return a result of `score` as text. The last line is, for example, `F1 88.12`."""
+    return (
+        "{run}, checkpoint {checkpoint}, {split}\n"
+        "{num_sentences} parses: {whole} whole trees, {repaired} repaired, {failed} failed; {complete_match:.2f} % "
+        "equal the gold tree\n"
+        "precision {precision:.2f}, recall {recall:.2f} (EVALB: labeled brackets, without punctuation and the root, "
+        "ADVP = PRT)\n"
+        "F1 {f1:.2f}"
+    ).format_map(result)
 
 
 def _words(tree: Tree) -> list[str]:
