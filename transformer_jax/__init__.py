@@ -61,7 +61,7 @@ API = {
     "average": "evaluation.evaluate",
     # Pictures.
     "attention_of": "visualization.attention",  # attention_of(translator, sentence) -> Attention
-    "draw_attention": "visualization.attention_drawing",  # draw_attention(attention, Path("page.html"))
+    "draw_attention": "visualization.attention",  # draw_attention(attention, Path("page.html"))
     "plot": "visualization.plots",  # plot(["runs/one", "runs/other"], Path("plots.png"))
     # To and from other software.
     "import_run": "interop.convert",
@@ -119,7 +119,7 @@ if TYPE_CHECKING:  # `as` marks a name as exported for type checkers in strict m
     from transformer_jax.types import Batch as Batch
     from transformer_jax.types import UserError as UserError
     from transformer_jax.visualization.attention import attention_of as attention_of
-    from transformer_jax.visualization.attention_drawing import draw_attention as draw_attention
+    from transformer_jax.visualization.attention import draw_attention as draw_attention
     from transformer_jax.visualization.plots import plot as plot
 
 

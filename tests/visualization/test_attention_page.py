@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from picture_cases import HOSTILE, made_up
 
-from transformer_jax.visualization.attention import View
-from transformer_jax.visualization.attention_drawing import attention_page
+from transformer_jax.visualization.attention import View, attention_page
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = (

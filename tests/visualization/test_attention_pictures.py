@@ -15,8 +15,9 @@ from picture_cases import HOSTILE, SENTENCE, made_up, small_translator
 from transformer_jax import cli
 from transformer_jax.model.transformer import Transformer, attention_maps
 from transformer_jax.types import UserError
-from transformer_jax.visualization.attention import View, attention_of
-from transformer_jax.visualization.attention_drawing import (
+from transformer_jax.visualization.attention import (
+    View,
+    attention_of,
     attention_page,
     draw_attention,
     draw_lines,

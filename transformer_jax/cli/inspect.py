@@ -36,8 +36,7 @@ class Attention:
     def run(self) -> None:
         """Write the file, and print the translation."""
         from transformer_jax.decoding.translator import Translator
-        from transformer_jax.visualization.attention import View, attention_of
-        from transformer_jax.visualization.attention_drawing import draw_attention
+        from transformer_jax.visualization.attention import View, attention_of, draw_attention
 
         check_writable(self.output)
         translator = Translator.load(self.run_folder, **checkpoint_of(self.checkpoint))

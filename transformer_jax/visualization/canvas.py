@@ -5,11 +5,16 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from transformer_jax.types import UserError
+
+if TYPE_CHECKING:  # an optional package
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.image import AxesImage as AxesImage
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -21,15 +26,10 @@ _FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans", "N
 
 
 @contextmanager
-def drawing(output: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield a `matplotlib.figure.Figure`, and write it to a file when the block ends.
+def drawing(output: Path, width: float, height: float) -> Iterator["Figure"]:
+    """Yield a figure of a size in inches, and write it to a file when the block ends.
 
-    The same drawing gives the same bytes.
-
-    Args:
-        output: the file; its suffix is one of `SUFFIXES`.
-        width: width of the figure in inches.
-        height: height of the figure in inches.
+    The suffix of the file is one of `SUFFIXES`. Equal drawings give equal bytes.
 
     Raises:
         UserError: matplotlib is not installed, the suffix is unknown, or the file cannot be written.
@@ -74,7 +74,7 @@ def head_colors(count: int) -> list[tuple[float, float, float]]:
 
 
 def add_lines(
-    axes: Any, segments: Sequence[Sequence[tuple[float, float]]], color: tuple[float, ...], weights: Sequence[float]
+    axes: "Axes", segments: Sequence[Sequence[tuple[float, float]]], color: tuple[float, ...], weights: Sequence[float]
 ) -> None:
     """Draw straight lines whose opacity and width grow with their weights, which are 0 to 1."""
     from matplotlib.collections import LineCollection

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -24,10 +24,13 @@ from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLORS, drawing
 
+if TYPE_CHECKING:  # an optional package
+    from transformer_jax.visualization.canvas import Axes
+
 Panel = Literal["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding", "positions"]
 
 _NUM_POSITIONS = 100
-"""Positions of the positional encoding that are drawn."""
+"""Number of positions of the positional encoding to draw."""
 
 
 class Curve(NamedTuple):
@@ -63,7 +66,7 @@ class Subject:
         None for a recipe, an imported model, or a run without tokenizers.
 
         Raises:
-            UserError: the run has no valid cache, and the corpus cannot be read.
+            UserError: The run has no valid cache, and the corpus cannot be read.
         """
         if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
             return None
@@ -78,11 +81,7 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """Read a run's folder, or a recipe: FILE or FILE:NAME.
-
-    Raises:
-        UserError: there is no such run or recipe.
-    """
+    """Read a run's folder, or a recipe: FILE or FILE:NAME."""
     if Path(name).is_dir():
         run = RunDir(Path(name))
         return Subject(name.rstrip("/"), run.load_config(), run)
@@ -112,9 +111,10 @@ def lengths(subject: Subject) -> list[Curve]:
     if subject.encoded is None:
         return []
     curves = []
-    for note, side in (("source", subject.encoded.source_lengths), ("target", subject.encoded.target_lengths)):
+    sides = (("source", "-", subject.encoded.source_lengths), ("target", "--", subject.encoded.target_lengths))
+    for note, linestyle, side in sides:
         shares = np.bincount(side) / len(side)
-        style = {"drawstyle": "steps-mid", "linestyle": "-" if note == "source" else "--"}
+        style = {"drawstyle": "steps-mid", "linestyle": linestyle}
         curves.append(Curve(np.arange(len(shares)), 100 * shares, note, style))
     return curves
 
@@ -138,11 +138,7 @@ def padding(subject: Subject) -> list[Curve]:
 
 
 def positional_encoding(subject: Subject) -> np.ndarray:
-    """Return the vectors of the first positions: [positions, d_model].
-
-    Raises:
-        UserError: the vectors are learned, and the subject is a recipe, which has no parameters.
-    """
+    """Return the vectors of the first positions: [positions, d_model]."""
     model = subject.config.model
     if model.positions != "learned":
         return sinusoids(_NUM_POSITIONS, model.d_model, model.positions, model.position_exponent, model.position_offset)
@@ -166,9 +162,9 @@ class _Plot(NamedTuple):
 
 
 _PLOTS: dict[Panel, _Plot] = {
-    "loss": _Plot("step", "training loss", lambda subject: logged(subject, "loss")),
-    "valid_loss": _Plot("step", "validation loss", lambda subject: logged(subject, "valid_loss")),
-    "bleu": _Plot("step", "validation BLEU", lambda subject: logged(subject, "valid_bleu")),
+    "loss": _Plot("step", "training loss", partial(logged, value="loss")),
+    "valid_loss": _Plot("step", "validation loss", partial(logged, value="valid_loss")),
+    "bleu": _Plot("step", "validation BLEU", partial(logged, value="valid_bleu")),
     "learning_rate": _Plot("step", "learning rate", learning_rates),
     "lengths": _Plot("tokens", "% of training pairs", lengths),
     "padding": _Plot("longer side of the batch, tokens", "% padding of a batch", padding),
@@ -179,15 +175,15 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
     """Plot runs and recipes into one picture, with one panel for each quantity.
 
     Args:
-        names: folders of runs, and recipes: FILE or FILE:NAME.
-        output: a .png, .svg or .pdf file.
-        panels: the panels to draw. Empty draws every panel that has data, except `positions`.
+        names: Folders of runs, and recipes: FILE or FILE:NAME.
+        output: A .png, .svg or .pdf file.
+        panels: The panels to draw. Empty draws every panel that has data, except `positions`.
 
     Returns:
         The names of the panels that were drawn.
 
     Raises:
-        UserError: there is no such run, recipe or panel; there is nothing to plot; matplotlib is not installed; or the
+        UserError: There is no such run, recipe or panel; there is nothing to plot; matplotlib is not installed; or the
             file cannot be written.
     """
     unknown = set(panels) - set(get_args(Panel))
@@ -195,14 +191,14 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
         raise UserError(f"panels has {', '.join(sorted(unknown))}; legal: {', '.join(get_args(Panel))}")
     check_writable(output)
     subjects = [load_subject(name) for name in names]
-    pictures: list[tuple[str, Callable[[Any, Any], None]]] = []
+    pictures: list[tuple[str, Callable[[Axes], None]]] = []
     for panel in panels or _PLOTS:
         if panel == "positions":
-            pictures += [(f"positions of {one.name}", partial(_draw_positions, subject=one)) for one in subjects]
+            pictures += [(f"positions of {one.name}", partial(_draw_positions, one)) for one in subjects]
             continue
         curves = [_curves(panel, subject, is_asked=bool(panels)) for subject in subjects]
         if any(curves):
-            pictures.append((panel, partial(_draw_curves, panel=panel, subjects=subjects, drawn=curves)))
+            pictures.append((panel, partial(_draw_curves, panel, list(zip(subjects, curves, strict=True)))))
     if not pictures:
         raise UserError(
             f"{', '.join(names)}: nothing to plot: {', '.join(panels)} needs the metrics or the corpus of a run"
@@ -214,7 +210,7 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
         for axes in grid.flat[len(pictures) :]:
             axes.set_axis_off()
         for axes, (_, draw) in zip(grid.flat, pictures, strict=False):
-            draw(figure, axes)
+            draw(axes)
     return [name for name, _ in pictures]
 
 
@@ -229,14 +225,12 @@ def _curves(panel: Panel, subject: Subject, *, is_asked: bool) -> list[Curve]:
         return []
 
 
-def _draw_curves(
-    figure: Any, axes: Any, panel: Panel, subjects: Sequence[Subject], drawn: Sequence[list[Curve]]
-) -> None:
+def _draw_curves(panel: Panel, drawn: Sequence[tuple[Subject, list[Curve]]], axes: "Axes") -> None:
     labels = _PLOTS[panel]
-    has_legend = sum(map(bool, drawn)) > 1
-    for place, (subject, curves) in enumerate(zip(subjects, drawn, strict=True)):
+    has_legend = sum(bool(curves) for _, curves in drawn) > 1
+    for place, (subject, curves) in enumerate(drawn):
         for curve in curves:
-            names = [subject.name] if len(subjects) > 1 else []
+            names = [subject.name] if len(drawn) > 1 else []
             label = ", ".join([*names, *([curve.note] if curve.note else [])])
             has_legend |= bool(curve.note)
             axes.plot(curve.x, curve.y, color=COLORS[place % len(COLORS)], label=label, **curve.style)
@@ -253,7 +247,7 @@ def _draw_curves(
         axes.legend(fontsize=7)
 
 
-def _add_perplexity_axis(axes: Any) -> None:
+def _add_perplexity_axis(axes: "Axes") -> None:
     right = axes.secondary_yaxis("right", functions=(np.exp, np.log))
     right.set_ylabel("perplexity")
     # The losses are evenly spaced, so ticks are logarithmic in perplexity. Where that gives few, matplotlib chooses.
@@ -263,16 +257,14 @@ def _add_perplexity_axis(axes: Any) -> None:
         right.set_yticks(ticks, [f"{tick:,}" for tick in ticks])
 
 
-def _draw_positions(figure: Any, axes: Any, subject: Subject) -> None:
+def _draw_positions(subject: Subject, axes: "Axes") -> None:
     table, columns = positional_encoding(subject), "dimension"
     if subject.config.model.positions == "interleaved":  # alternating sines and cosines would be a blur
-        table, columns = (
-            np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1),
-            "dimensions 0, 2, ..., then 1, 3, ...",
-        )
+        table = np.concatenate([table[:, 0::2], table[:, 1::2]], axis=1)
+        columns = "dimensions 0, 2, ..., then 1, 3, ..."
     largest = float(np.abs(table).max())
     image = axes.imshow(table, aspect="auto", cmap="RdBu", vmin=-largest, vmax=largest, interpolation="nearest")
     axes.set_xlabel(columns)
     axes.set_ylabel("position")
     axes.set_title(subject.name, fontsize=9)
-    figure.colorbar(image, ax=axes)
+    axes.figure.colorbar(image, ax=axes)
