@@ -1,4 +1,4 @@
-"""`transformer-jax doctor`: each check finds what it is for, and says what to do."""
+"""`transformer-jax doctor`: each check finds its problem and names the fix."""
 
 import dataclasses
 import re
@@ -14,6 +14,7 @@ from transformer_jax.checkpoint.checkpoint import load_params, save_params
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.types import UserError
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run(capsys, monkeypatch):
     return call
 
 
-def test_a_machine_and_a_run_in_order(run, tiny):
+def test_healthy_machine_and_run_pass_all_checks(run, tiny):
     status, lines = run()
     assert status == 0
     assert list(lines) == ["packages", "devices", "precision", "compile cache", "cluster", "memory"]
@@ -41,8 +42,8 @@ def test_a_machine_and_a_run_in_order(run, tiny):
     status, lines = run(tiny.run)
     assert status == 0
     assert "200 pairs from " in lines["data, train"]
-    assert "bpe of 300 entries: sentences come back as they were" in lines["tokenizer"]
-    assert "checkpoints/4 is readable and whole" in lines["checkpoint"]
+    assert "bpe of 300 entries: decoding restores the encoded text" in lines["tokenizer"]
+    assert "checkpoints/4 is readable and complete" in lines["checkpoint"]
     assert "7 checkpoints need" in lines["disk"]
     assert "data 8, fsdp 1, tensor 1" in lines["mesh"]
 
@@ -51,11 +52,11 @@ def test_a_machine_and_a_run_in_order(run, tiny):
     assert "checkpoint" not in lines
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_go_on(run, monkeypatch):
+def test_failing_check_is_a_finding_and_later_checks_run(run, monkeypatch):
     def fails():
         raise RuntimeError("the driver is too old")
 
-    monkeypatch.setattr(doctor, "_devices", fails)
+    monkeypatch.setitem(doctor.MACHINE_CHECKS, "devices", fails)
     status, lines = run()
     assert status == 1
     assert lines["devices"].startswith("FIX  devices: cannot be checked: ")
@@ -77,21 +78,21 @@ def changed(tiny, **sections) -> Config:
         ({"model": {"d_ff": 10**12}}, "disk", "lower training.keep_checkpoints"),
     ],
 )
-def test_a_recipe_that_does_not_fit_here(run, tiny, tmp_path, sections, name, said):
+def test_recipe_that_does_not_fit_the_machine_is_reported(run, tiny, tmp_path, sections, name, said):
     (tmp_path / "config.json").write_text(changed(tiny, **sections).to_json())
     _, lines = run(tmp_path / "config.json")
     assert lines[name].startswith("FIX")
     assert said in lines[name]
 
 
-def test_an_average_of_the_parameters_needs_room_too(tiny, tmp_path, monkeypatch):
+def test_disk_space_includes_the_average_of_parameters(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_bytes", str)
     facts = [doctor._disk(config, tmp_path) for config in (tiny.config, changed(tiny, training={"ema_decay": 0.9}))]
     plain, averaged = (int(re.search(r"7 checkpoints need (\d+)", fact)[1]) for fact in facts)
     assert averaged * 3 == plain * 4
 
 
-def test_a_run_with_damaged_files(run, tiny, tmp_path):
+def test_damaged_files_of_a_run_are_reported(run, tiny, tmp_path):
     copy = tiny.copy(tmp_path / "run")
     (copy / "tokenizer" / "joint.json").write_text("{")
     for step in ("2", "4"):
@@ -107,32 +108,32 @@ def test_a_run_with_damaged_files(run, tiny, tmp_path):
     assert run(tmp_path / "nothing")[1]["configuration"].startswith("FIX")
 
 
-def test_parameters_that_are_not_finite(tiny, tmp_path):
+def test_parameters_that_are_not_finite_are_reported(tiny, tmp_path):
     params = load_params(tiny.run / "checkpoints" / "4", abstract_params(tiny.config.model))
     params["embedding"]["table"] = params["embedding"]["table"].at[0, 0].set(jnp.nan)
     save_params(tmp_path / "checkpoints" / "1", params)
-    with pytest.raises(doctor._FixError, match="not all parameters are finite"):
+    with pytest.raises(UserError, match="some parameters are not finite"):
         doctor._checkpoint(tiny.config, RunDir(tmp_path))
 
 
-def test_a_tokenizer_that_does_not_give_text_back(tiny, tmp_path):
+def test_tokenizer_that_does_not_restore_text_is_reported(tiny, tmp_path):
     shutil.copytree(tiny.run / "tokenizer", tmp_path / "tokenizer")
     file = tmp_path / "tokenizer" / "joint.json"
     file.write_text(file.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true', 1))
-    with pytest.raises(doctor._FixError, match="put its files back"):
+    with pytest.raises(UserError, match="Restore its files"):
         doctor._tokenizer(tiny.config, RunDir(tmp_path))
 
 
-def test_a_device_that_computes_wrongly_and_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
+def test_broken_machine_is_reported(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(doctor.VARIABLE, str(tmp_path / "file" / "cache"))
-    with pytest.raises(doctor._FixError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         doctor._compile_cache()
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     assert "SLURM_JOB_ID" in doctor._cluster()
     monkeypatch.setattr(doctor, "PACKAGES", ("jax", "no-such-package"))
-    with pytest.raises(doctor._FixError, match="no-such-package not installed"):
+    with pytest.raises(UserError, match="no-such-package not installed"):
         doctor._packages()
     monkeypatch.setattr(jnp, "matmul", lambda a, b, **_: np.zeros((256, 256)))
-    with pytest.raises(doctor._FixError, match="computes wrongly"):
+    with pytest.raises(UserError, match="computes wrong results"):
         doctor._precision()
