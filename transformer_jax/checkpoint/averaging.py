@@ -33,11 +33,7 @@ def average_params(trees: Iterable[Params]) -> Params:
 
 
 def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None = None) -> list[int]:
-    """Return the steps of the `last` checkpoints, or of those at most `minutes` older than the newest one.
-
-    Raises:
-        UserError: The run has fewer checkpoints, or none.
-    """
+    """Return the steps of the `last` checkpoints, or of those at most `minutes` older than the newest one."""
     steps = checkpoint_steps(run)
     if minutes is not None:
         if not (steps and minutes >= 0):
@@ -53,9 +49,6 @@ def average_checkpoints(run: RunDir, abstract_params: Params, steps: Sequence[in
     """Write the average of the checkpoints of `steps` to `average/`, and return the steps in ascending order.
 
     `abstract_params` is what `load_params` takes.
-
-    Raises:
-        UserError: A step has no checkpoint, or `average/` cannot be written.
     """
     chosen = sorted(set(steps))
     checkpoints = [resolve_checkpoint(run, str(step)) for step in chosen]  # raises before the work starts

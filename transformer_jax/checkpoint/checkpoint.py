@@ -130,11 +130,7 @@ class Checkpoints:
             self._manager.reload()
 
     def wait(self) -> None:
-        """Wait until all pending checkpoint writes are complete.
-
-        Raises:
-            UserError: A checkpoint could not be written.
-        """
+        """Wait until all pending checkpoint writes are complete, and raise UserError if one failed."""
         with self._write_errors():
             self._manager.wait_until_finished()
 
@@ -194,12 +190,7 @@ def selection_score(metrics: Figures, best_by: str) -> float:
 
 
 def read_history(run: RunDir, step: int) -> ValidationHistory | None:
-    """Return the validations up to a checkpoint, or None for a checkpoint from before they were stored in it.
-
-    Raises:
-        DamagedFileError: The file differs from the checkpoint's manifest.
-        UserError: The file does not hold validations.
-    """
+    """Return the validations up to a checkpoint, or None for a checkpoint from before they were stored in it."""
     checkpoint = run.checkpoints / str(step)
     return read_verified(checkpoint, _HISTORY_FILE, ValidationHistory.from_tree, "the validations of a run")
 
@@ -265,10 +256,8 @@ def _best_step(run: RunDir, steps: Sequence[int], best_by: str) -> int:
 def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Sequence[str]] = EVAL_PARAMS) -> Params:
     """Return the parameters alone of a checkpoint, as arrays on the default device.
 
-    Args:
-        checkpoint: Folder of the checkpoint.
-        abstract_params: Tree of the parameters' shapes and dtypes, such as `jax.eval_shape` returns.
-        subtrees: Paths in the stored state. The first one that exists is read.
+    `abstract_params` has their shapes and dtypes, such as `jax.eval_shape` returns. Of the `subtrees`, which are paths
+    in the stored state, the first one that exists is read.
 
     Raises:
         DamagedFileError: A file of the checkpoint differs from its manifest.
@@ -320,9 +309,6 @@ def save_params(folder: Path, params: Params) -> None:
     """Write parameters alone, with a manifest, for `load_params`. An existing folder is replaced when complete.
 
     With several processes, all call it.
-
-    Raises:
-        UserError: The folder cannot be written.
     """
     with ExitStack() as stack:
         unfinished = Path(on_main_process(lambda: str(stack.enter_context(atomic_dir(folder, replace=True))))())

@@ -58,10 +58,6 @@ def write_verified(folder: Path, texts: Mapping[str, str]) -> None:
     """Write files of a folder, given as name and text, in this order, and record their checksums in its manifest.
 
     A process that ends at any moment leaves a folder whose files agree with its manifest.
-
-    Raises:
-        DamagedFileError: The manifest is damaged.
-        UserError: A file cannot be written.
     """
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
     new = {name: [Checksum.of_text(text)] for name, text in texts.items()}
@@ -75,11 +71,7 @@ def write_verified(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, list[Checksum]]:
-    """Return the manifest of a folder.
-
-    Raises:
-        DamagedFileError: The manifest is missing or damaged.
-    """
+    """Return the manifest of a folder, or raise DamagedFileError if it is missing or damaged."""
     path = folder / MANIFEST
     if not path.exists():
         raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}")

@@ -76,11 +76,7 @@ class RunDir:
     lock = _Entry("lock")  # locked by the process that writes the run
 
     def format(self) -> int:
-        """Return the version of the folder's layout.
-
-        Raises:
-            UserError: The file does not hold a number.
-        """
+        """Return the version of the folder's layout."""
         if not self.format_file.exists():
             return 0
         text = read_text(self.format_file).strip()
@@ -119,11 +115,7 @@ class RunDir:
         return False
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the run and record its checksum. A kill at any moment leaves a valid run.
-
-        Raises:
-            UserError: The file cannot be written.
-        """
+        """Write a file of the run and record its checksum. A kill at any moment leaves a valid run."""
         write_verified(self.path, {name: text})
 
     def seal(self) -> None:
@@ -150,11 +142,7 @@ class RunDir:
         shutil.rmtree(self.result) if self.result.is_dir() else self.result.unlink(missing_ok=True)
 
     def make(self) -> None:
-        """Create the folder if it does not exist.
-
-        Raises:
-            UserError: The folder cannot be created, or holds something other than a run.
-        """
+        """Create the folder if it does not exist, and check that it holds nothing other than a run."""
         if not self.config_file.exists() and self.path.exists():
             # Files that an interrupted start may have left, also with the ending .tmp.
             own = {self.lock.name, self.format_file.name, self.config_file.name, MANIFEST}
@@ -168,14 +156,11 @@ class RunDir:
     def open_for_training(self, config: Config, is_bound: bool = True, *, write: bool = True) -> None:
         """Create the run, or check that the existing run can be resumed with this configuration.
 
-        Args:
-            config: Configuration of the run.
-            is_bound: Whether steps were taken under the configuration in the folder. False accepts any configuration.
-            write: Whether to write `config.json`. False only checks.
+        `is_bound` states whether steps were taken under the configuration in the folder; if not, any field may change.
+        Without `write` the folder is only checked.
 
         Raises:
-            UserError: The folder holds something else, or a run whose configuration differs in a field that must not
-                change.
+            UserError: The folder holds something else, or a field that must not change differs.
         """
         if self.config_file.exists() and is_bound:
             old, new = self.load_config().flat(), config.flat()
@@ -196,12 +181,9 @@ class RunDir:
 
 
 def truncate_after(path: Path, last_step: int, *, drop_validation: bool = False) -> None:
-    """Remove the rows of a JSON-lines file that were written after `last_step`, and a line truncated by a kill.
+    """Remove the rows of `metrics.jsonl` or `samples.jsonl` after a step, and a line truncated by a kill.
 
-    Args:
-        path: The file: `metrics.jsonl` or `samples.jsonl`. It need not exist.
-        last_step: The last step whose rows are kept.
-        drop_validation: Whether to remove the rows of the validation at `last_step` too, because it is repeated.
+    With `drop_validation`, the rows of the validation at this step are also removed, because it is repeated.
     """
     if not path.exists():
         return

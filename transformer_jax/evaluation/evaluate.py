@@ -213,10 +213,6 @@ def parse_grid(items: Sequence[str]) -> dict[str, list[int | float | str]]:
 
     >>> parse_grid(["beam-size=1,4", "alpha=0,0.6"])
     {'beam_size': [1, 4], 'alpha': [0.0, 0.6]}
-
-    Raises:
-        UserError: An item is not `FIELD=VALUE,...`, names an unknown or repeated field, or has a value of the wrong
-            type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(DecodingConfig)}
     grid: dict[str, list[int | float | str]] = {}

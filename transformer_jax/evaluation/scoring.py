@@ -103,11 +103,7 @@ def _log_probs(params: Params, batch: Batch, model: Transformer) -> Float[Array,
 
 
 def check_lengths(encoded: EncodedPairs, pairs: Pairs, model: ModelConfig) -> None:
-    """Check that every pair fits the model, because an evaluation leaves no pair out.
-
-    Raises:
-        UserError: A pair is too long.
-    """
+    """Raise UserError if a pair is too long for the model, because an evaluation leaves no pair out."""
     capacity = max_sequence_length(model)
     longest = np.maximum(encoded.source_lengths, encoded.target_lengths)
     where = f"{pairs.origin}, pair {longest.argmax() + 1}: {longest.max()} tokens"

@@ -37,11 +37,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        UserError: The file is missing, is a folder, cannot be read, or is not UTF-8 and `errors` is "strict".
-    """
+    """Return the text of a UTF-8 file, or raise UserError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
@@ -51,21 +47,14 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 def read_json(path: Path) -> JsonObject:
-    """Return the JSON object in a UTF-8 file.
-
-    Raises:
-        UserError: The file cannot be read, is not JSON, or holds a JSON value that is not an object.
-    """
+    """Return the JSON object in a UTF-8 file, or raise UserError if it cannot be read or holds something else."""
     return _parse_object(read_text(path), path)
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
     """Return the JSON objects of a file with one object per line, and skip lines that are truncated or damaged.
 
-    A missing file has no lines.
-
-    Raises:
-        UserError: The file exists and cannot be read.
+    A missing file has no lines; one that exists and cannot be read raises UserError.
     """
     rows: list[JsonObject] = []
     text = read_text(path, errors="replace") if path.exists() else ""
@@ -129,11 +118,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check, before work that takes long, that its result can be written to a file.
-
-    Raises:
-        UserError: The path is a folder, or its parent is missing or cannot be written.
-    """
+    """Check, before work that takes long, that its result can be written to a file; otherwise raise UserError."""
     parent = Path(os.path.realpath(path)).parent
     if os.path.isdir(path):
         reason = os.strerror(errno.EISDIR)
@@ -168,10 +153,9 @@ def _is_device(path: Path) -> bool:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder until it is closed or the process ends.
+    """Lock an open file or folder until it is closed or the process ends. Return False if another process holds it.
 
-    Returns:
-        False if another process holds the lock. True otherwise, also where the file system has no locks.
+    Where the file system has no locks, every process gets one.
     """
     if fcntl is None:
         return True
@@ -191,15 +175,12 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
     Readers find either no folder, the old folder, or the complete new folder. Only one process at a time can write
     `path`: the claim is a lock of the operating system on the yielded folder, so it ends with the process.
 
-    Args:
-        path: Folder to write. Its parents are created. A symbolic link is followed.
-        replace: Whether to replace an existing folder that is not empty.
+    Parents of `path` are created, and a symbolic link is followed. A folder that is not empty needs `replace`.
 
     Raises:
         FolderInUseError: Another process is writing `path`.
-        UserError: `path` exists and `replace` is False, `path` is not a folder, or the folder cannot be written. What
-            exists is then unchanged. Of the block's own errors, only those of the yielded folder's disk become
-            a UserError.
+        UserError: `path` exists already, is not a folder, or cannot be written. What exists is then unchanged. Of the
+            block's own errors, only those of the yielded folder's disk become a UserError.
     """
     final, unfinished = path.resolve(), unfinished_dir(path)
     old = final.with_name(f".{final.name}.old")
