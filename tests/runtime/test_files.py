@@ -130,7 +130,7 @@ def test_leftovers_of_a_killed_process_are_restored_or_removed(tmp_path):
     left = unfinished_dir(tmp_path / "out")
     (left / "folder").mkdir(parents=True)
     (left / "file").write_text("")
-    with pytest.raises(ZeroDivisionError), atomic_dir(tmp_path / "out", replace=True) as folder:
+    with suppress(ZeroDivisionError), atomic_dir(tmp_path / "out", replace=True) as folder:
         assert names(folder) == []
         raise ZeroDivisionError
     assert names(tmp_path / "out") == ["a"]
