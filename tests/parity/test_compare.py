@@ -1,4 +1,4 @@
-"""The parity report: all peers agree in all that is compared, and what does not agree is said."""
+"""The parity report: all peers agree in everything that is compared, and every difference is reported."""
 
 import dataclasses
 import itertools
@@ -9,9 +9,11 @@ import re
 import jax
 import numpy as np
 import pytest
+import reference
 from interop_cases import odd
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.parity import report
 from transformer_jax.parity.compare import compare, compare_models, random_batches, random_params
 from transformer_jax.parity.report import render
@@ -25,33 +27,18 @@ SIZES = {"num_layers": 1, "decoder_num_layers": 1, "attention_bias": True, "voca
 CONFIGS = {
     "torch": odd(**SIZES, final_norm=True, tie_embeddings="target", source_vocab_size=19, positions="learned"),
     "annotated": odd(
-        **SIZES,
-        norm_position="pre",
-        final_norm=True,
-        norm_variant="unbiased_std",
-        tie_embeddings="none",
-        source_vocab_size=19,
-        logits_bias=True,
+        **SIZES, norm_position="pre", final_norm=True, norm_variant="unbiased_std",
+        tie_embeddings="none", source_vocab_size=19, logits_bias=True,
     ),
     "fairseq": odd(
-        **SIZES | {"attention_bias": False},  # there they are, and stay zero
-        positions="halves",
-        position_exponent="tensor2tensor",
-        position_offset=2,
-        decoder_start="eos",
-        bos_id=0,
-        pad_id=1,
-        activation="gelu",
+        **SIZES | {"attention_bias": False},  # the module has biases, which stay zero
+        positions="halves", position_exponent="tensor2tensor", position_offset=2,
+        decoder_start="eos", bos_id=0, pad_id=1, activation="gelu",
     ),
     "marian": odd(
-        **SIZES,
-        positions="halves",
-        decoder_start="pad",
-        logits_bias=True,
-        activation="swish",
-        scale_embeddings=False,
+        **SIZES, positions="halves", decoder_start="pad", logits_bias=True, activation="swish", scale_embeddings=False,
     ),
-}
+}  # fmt: skip
 KEYS = [
     *("ok", "dtype", "layers", "first_divergence", "cause", "loss", "gradients", "trajectory"),
     *("greedy_equal", "beam_equal"),
@@ -107,13 +94,10 @@ def test_every_peer_agrees_within_tolerance(against, dtype, peers):
     assert jax.numpy.result_type(float) == np.float32  # the mode of float64 is left again
 
 
-def test_a_broken_pair(peers):
-    """An epsilon that float32 hides is found nevertheless; a final norm on one side gives no infinite JSON."""
-    changes = {"norm_epsilon": 1e-6, "final_norm": False}
-    config, params, oracle = pair(peers, "torch", **changes)
-    params = {**params, **{stack: dict(params[stack]) for stack in ("encoder", "decoder")}}
-    for stack in ("encoder", "decoder"):
-        del params[stack]["final_norm"]
+def test_epsilon_that_float32_hides_is_found(peers):
+    """A final norm on one side differs infinitely, which is null in JSON."""
+    config, params, oracle = pair(peers, "torch", norm_epsilon=1e-6, final_norm=False)
+    params = unflatten({path: leaf for path, leaf in flatten(params).items() if "final_norm" not in path})
     found = compare_models(config, params, oracle)
     assert not found.ok
     assert found.first_divergence == "encoder/layer_0/self_attention_norm"
@@ -184,7 +168,7 @@ def test_beam_hypothesis_with_equal_score_is_a_tie_and_is_listed(peers):
     assert sum(note.endswith(": a tie") for note in found.notes) == 4
 
 
-def test_a_number_that_is_not_finite_is_a_difference():
+def test_nonfinite_number_is_a_difference():
     ours, theirs = np.array([1.0, np.nan]), np.array([1.0, 2.0])
     for pair in ((ours, theirs), (theirs, ours)):
         found = report.difference("x", *({"x": side} for side in pair), 1.0)
@@ -203,7 +187,7 @@ def test_batches_have_padding_and_no_special_id_within_a_sentence():
     assert not (first.tgt_in[:, 1:] == config.bos_id).any()
 
 
-def test_the_default_models_are_post_norm_where_the_peer_lets_them(peers):
+def test_default_models_are_small_and_post_norm_where_possible(peers):
     for against, peer in peers.PEERS.items():
         peer.check(peer.default)
         assert peer.default.norm_position == ("pre" if against == "annotated" else "post")
@@ -211,29 +195,20 @@ def test_the_default_models_are_post_norm_where_the_peer_lets_them(peers):
 
 
 @pytest.mark.parametrize("mass", ["non_target", "all", "non_target_non_pad"])
-def test_the_oracle_s_loss_is_written_out(mass, optional_package):
+def test_loss_of_the_oracle_equals_the_reference(mass, optional_package):
     torch = optional_package("torch")
     from transformer_jax.parity.oracles import smoothed_loss
 
-    generator = np.random.default_rng(0)
-    logits, targets = generator.normal(size=(2, 3, 5)), np.array([[1, 2, 0], [4, 0, 0]])
-    found = smoothed_loss(
-        torch.tensor(logits), torch.tensor(targets), TrainingConfig(label_smoothing=0.3, label_smoothing_over=mass), 0
-    )
-    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    total = 0.0
-    for (row, column), target in np.ndenumerate(targets):
-        if target == 0:
-            continue
-        others = [v for v in range(5) if mass == "all" or (v != target and (mass == "non_target" or v != 0))]
-        total -= 0.7 * log_probs[row, column, target]
-        total -= sum(0.3 / len(others) * log_probs[row, column, v] for v in others)
-    np.testing.assert_allclose(found.item(), total / 3, rtol=1e-12)
+    logits, targets = np.random.default_rng(0).normal(size=(2, 3, 5)), np.array([[1, 2, 0], [4, 0, 0]])
+    training = TrainingConfig(label_smoothing=0.3, label_smoothing_over=mass)
+    found = smoothed_loss(torch.tensor(logits), torch.tensor(targets), training, 0)
+    loss_sum, num_tokens = reference.label_smoothed_loss(logits, targets, 0, 0.3, mass)
+    np.testing.assert_allclose(found.item(), loss_sum / num_tokens, rtol=1e-12)
 
 
 @pytest.mark.parametrize("penalty", ["gnmt", "power", "none"])
-def test_the_oracle_s_beam_search_finds_the_best_of_all_lines(penalty, optional_package):
-    """With a beam as wide as all prefixes together nothing is lost."""
+def test_beam_search_of_the_oracle_equals_exhaustive_search(penalty, optional_package):
+    """A beam as wide as all prefixes together loses nothing."""
     optional_package("torch")
     from transformer_jax.parity.oracles import brute_beam
 
@@ -257,7 +232,7 @@ def test_the_oracle_s_beam_search_finds_the_best_of_all_lines(penalty, optional_
     np.testing.assert_allclose(score, lines[tuple(tokens)], rtol=1e-12)
 
 
-def test_the_command_compares_a_state_dict(peers, tmp_path, caplog):
+def test_state_dict_is_compared(peers, tmp_path, caplog):
     from transformer_jax.interop.tensor_files import save_torch
     from transformer_jax.interop.torch_format import torch_from_params
 
@@ -283,7 +258,7 @@ def test_the_command_compares_a_state_dict(peers, tmp_path, caplog):
     np.testing.assert_allclose(found.loss.other, loss)
 
 
-def test_the_command_compares_a_marian_folder(peers, optional_package, tmp_path):
+def test_marian_folder_is_compared(peers, optional_package, tmp_path):
     """The weights on the other side are what `from_pretrained` reads."""
     for name in ("sentencepiece", "sacremoses"):
         optional_package(name)
@@ -299,7 +274,7 @@ def test_the_command_compares_a_marian_folder(peers, optional_package, tmp_path)
     assert found.layers[-2].name == "decoder/layer_1/feed_forward_norm"
 
 
-def test_the_command_compares_a_run_and_reorders_its_positions_for_marian(peers, tmp_path):
+def test_run_is_compared_with_marian_after_reordering_its_positions(peers, tmp_path):
     from transformer_jax.checkpoint.checkpoint import save_params
 
     config = dataclasses.replace(CONFIGS["marian"], positions="interleaved")
@@ -328,7 +303,7 @@ def test_wrong_argument_is_rejected(args, message, peers):
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_a_package_that_is_not_installed_is_named(missing, peers, monkeypatch):
+def test_missing_package_is_named(missing, peers, monkeypatch):
     import importlib.util
     import sys
 
