@@ -107,25 +107,17 @@ class Plan(ABC):
         shapes: The shapes of the batches.
         counts: Number of batches of each shape in an epoch.
         num_tokens: Number of tokens of all pairs on both sides.
-        groups: The group of each pair, an integer.
+        groups: The number of each pair's group.
         num_units: Number of units.
         seed: Seed of the order.
 
     Attributes:
-        batches_per_epoch: Number of batches per epoch.
         padding_share: The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding.
-        order_bits: Entropy of an epoch's order: of the units, and of the pairs of each group. The maximum is
-            log2(pairs!).
+        order_bits: Entropy of an epoch's order. The maximum is log2(pairs!).
     """
 
     def __init__(
-        self,
-        shapes: Sequence[Shape],
-        counts: Sequence[int],
-        num_tokens: int,
-        groups: np.ndarray,
-        num_units: int,
-        seed: int,
+        self, shapes: Sequence[Shape], counts: list[int], num_tokens: int, groups: np.ndarray, num_units: int, seed: int
     ) -> None:
         self.shapes, self.seed = tuple(shapes), seed
         self.batches_per_epoch = sum(counts)
@@ -157,11 +149,7 @@ class Plan(ABC):
 class BatchPlan(Plan):
     """Batches of pairs of similar length, one pair per row. Groups are the pairs of a shape, and units are batches.
 
-    Args:
-        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
-        target_lengths: Number of tokens of each target sentence, EOS included.
-        shapes: A ladder from `choose_shapes` that every pair fits.
-        seed: Seed of the order.
+    The lengths are those of `choose_shapes`.
 
     Raises:
         ValueError: A pair fits no shape.
@@ -277,13 +265,8 @@ def eval_batches(
 ) -> Iterator[Batch]:
     """Yield every pair once, in a fixed order, in batches of the shapes, and of one longer shape if a pair needs it.
 
-    Args:
-        encoded: The corpus.
-        shapes: A ladder from `choose_shapes`, such as that of training.
-        batch_tokens: Token budget of the longer shape.
-        model: Special ids and sizes, as for `make_batch`.
-        row_multiple: Divides the number of rows, as for `make_batch`.
-        parts: The rows to make, as for `make_batch`.
+    `shapes` is a ladder from `choose_shapes`, and `batch_tokens` is the token budget of the longer shape. The other
+    arguments are those of `make_batch`.
     """
     source_lengths, target_lengths = encoded.source_lengths, encoded.target_lengths
     src = max(int(source_lengths.max()), shapes[-1].src_length)

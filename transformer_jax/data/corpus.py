@@ -22,12 +22,8 @@ _READERS = {
 def read_split(config: DataConfig, split: Split) -> Pairs | None:
     """Read the sentence pairs of a split, in the order of the source.
 
-    Args:
-        config: the data section.
-        split: role of the split; `config.train`, `config.valid` or `config.test` names it in the source.
-
-    Returns:
-        The pairs, or None if the configuration has no such split.
+    `config.train`, `config.valid` or `config.test` names the split in the source. If the name is empty, the result is
+    None.
 
     Raises:
         UserError: a file, data set, split or column is missing, damaged or empty; the sides have different lengths; or

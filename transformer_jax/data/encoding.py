@@ -54,8 +54,8 @@ class EncodedPairs:
     Args:
         source_ids: Unsigned 16-bit or signed 32-bit ids of all source sentences, one after the other.
         source_offsets: int64. Sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
-        target_ids: The ids of all target sentences, as `source_ids`.
-        target_offsets: Where target sentences begin, as `source_offsets`.
+        target_ids: Ids of the target sentences.
+        target_offsets: Offsets of the target sentences.
         source_eos: Whether batches put EOS after the source.
         source_bos: Whether batches put BOS before the source.
         report: What the filter left out. None if nothing is filtered.

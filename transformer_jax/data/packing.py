@@ -26,11 +26,8 @@ def pack(
     >>> [sorted(row.tolist()) for row in np.split(pairs, ends[:-1])]
     [[2], [0, 1]]
 
-    Args:
-        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
-        target_lengths: Number of tokens of each target sentence, EOS included.
-        length: Number of positions of a row. It must be at least the length of the longest sentence.
-        rng: Chooses the order in which pairs are packed.
+    The lengths are those of `choose_shapes`, of at most `length` tokens. `rng` chooses the order in which pairs are
+    packed.
 
     Returns:
         The indices of the pairs, ordered by row, and the end of each row as an index into them.
@@ -65,13 +62,9 @@ def pack(
 class PackedPlan(Plan):
     """Batches of rows with several pairs. Groups are the pairs of equal lengths on both sides, and units are rows.
 
-    Args:
-        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
-        target_lengths: Number of tokens of each target sentence, EOS included.
-        length: Number of positions of a row on each side.
-        batch_tokens: Number of positions of a batch on each side, at least `length`. If eight rows fit, the maximum
-            number of rows is a multiple of eight, which most numbers of devices divide.
-        seed: Seed of the order.
+    The lengths are those of `choose_shapes`. A row has `length` positions on each side, and a batch at most
+    `batch_tokens`. If eight rows fit, the maximum number of rows is a multiple of eight, which most numbers of devices
+    divide.
 
     Raises:
         ValueError: A pair fits no row.

@@ -16,10 +16,7 @@ _ROWS_AT_ONCE = 10_000
 class Pairs:
     """Sentence pairs of one split. `target[i]` is the translation of `source[i]`; no sentence contains a newline.
 
-    Args:
-        source: the source sentences.
-        target: the target sentences, the same number.
-        origin: names of the files or of the data set, for messages.
+    `origin` names the files or the data set, for messages.
 
     Raises:
         UserError: the numbers of sentences differ, or are 0.

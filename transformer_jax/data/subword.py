@@ -113,17 +113,11 @@ _END = "</w>"  # follows the last letter of a word
 class SubwordTokenizer(WordTokenizer):
     """Words between spaces, split into pieces by the merges of subword-nmt. "@@" marks all pieces but a word's last.
 
-    Args:
-        merges: pairs of pieces in the order in which they are merged. The last piece of a word ends with "</w>".
-        vocabulary: the piece of each id, including the special tokens.
-        special: ids of PAD, BOS, EOS and unknown pieces.
+    `merges` are pairs of pieces in the order in which they are merged. The last piece of a word ends with "</w>".
     """
 
-    kind: Kind
-
     def __init__(self, merges: Sequence[tuple[str, str]], vocabulary: Sequence[str], special: SpecialIds) -> None:
-        super().__init__("pretokenized", vocabulary, special)
-        self.kind = "subword_nmt"
+        super().__init__("subword_nmt", vocabulary, special)
         self._merges = [(left, right) for left, right in merges]
         self._ranks = {pair: rank for rank, pair in reversed(list(enumerate(self._merges)))}
         self._pieces = lru_cache(maxsize=100_000)(self._split)

@@ -123,8 +123,7 @@ class _LibraryTokenizer(Tokenizer):
 class BytePairTokenizer(_LibraryTokenizer):
     """Byte pair encoding over UTF-8 bytes: any text round-trips, and nothing is unknown.
 
-    Args:
-        library: JSON tree of the library `tokenizers`. Its added tokens are dropped: they would be found in text.
+    `library` is a JSON tree of the library `tokenizers`. Its added tokens are dropped: they would be found in text.
 
     Raises:
         ValueError: the ids are not 0 to the number of entries - 1.
@@ -226,18 +225,12 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 class WordTokenizer(Tokenizer):
     """Split text at white space into words, or at spaces into pretokenized subwords.
 
-    Args:
-        kind: "word" splits at any white space. "pretokenized" splits at spaces, and `decode` joins a token that ends
-            with "@@" to the next token, as subword-nmt does.
-        vocabulary: the word of each id, including the special tokens.
-        special: ids of PAD, BOS, EOS and unknown words.
+    `kind` "word" splits at any white space. "pretokenized" splits at spaces, and `decode` joins a token that ends with
+    "@@" to the next token, as subword-nmt does. `vocabulary` has the word of each id, including the special tokens.
     """
 
     def __init__(
-        self,
-        kind: Literal["word", "pretokenized"],
-        vocabulary: Sequence[str],
-        special: SpecialIds = (PAD_ID, BOS_ID, EOS_ID, UNK_ID),
+        self, kind: Kind, vocabulary: Sequence[str], special: SpecialIds = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
     ) -> None:
         self.kind = kind
         self.vocab_size = len(vocabulary)
@@ -285,15 +278,14 @@ class WordTokenizer(Tokenizer):
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
     """Train a tokenizer of at most `vocab_size` ids. The result depends on the arguments only.
 
+    The special tokens have the ids of `types.SPECIAL_TOKENS`.
+
     Args:
         kind: bpe, word or pretokenized.
         texts: the training sentences, of both sides if the vocabulary is joint.
         vocab_size: largest number of ids, including those of special tokens. The rarest words become unknown, and of
             equally rare words the last in alphabetical order.
         min_frequency: words that are rarer become unknown, and byte pairs that are rarer are not merged.
-
-    Returns:
-        The tokenizer, with the ids of `types.SPECIAL_TOKENS`.
 
     Raises:
         UserError: `vocab_size` is too small for the 256 bytes, or `kind` only comes with an imported model.

@@ -69,11 +69,9 @@ class TokenizerPair:
 
     @classmethod
     def load(cls, path: Path) -> "TokenizerPair":
-        """Read the tokenizers of a run, or of another library.
+        """Read the tokenizers of a run, or of the library `tokenizers`.
 
-        Args:
-            path: a folder that `save` wrote; a folder with `source.json` and `target.json`, or with `joint.json`, in
-                the format of the library `tokenizers`; or one such file for both sides.
+        `path` is a folder with `joint.json`, or with `source.json` and `target.json`; or one file for both sides.
 
         Raises:
             UserError: the folder or a file of it is missing or is not a tokenizer.
