@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from hypothesis import strategies as st
 
 from transformer_jax.data.encoding import EncodedPairs
 
@@ -15,6 +16,11 @@ def corpus(source, target, source_eos=True, source_bos=False):
         return ids, np.cumsum([0, *map(len, rows)])
 
     return EncodedPairs(*flat(source), *flat(target), source_eos=source_eos, source_bos=source_bos)
+
+
+lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=120).map(
+    lambda pairs: tuple(np.array(pairs).T)
+)
 
 
 def random_lengths(number, seed=0, longest=256):

@@ -1,4 +1,4 @@
-"""No pair lost or repeated, the budget kept, few shapes, little padding, the same batch for the same number."""
+"""Bucketed plans have every pair once per epoch, few shapes and little padding; batches of pairs by hand."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lengths_cases import caption_lengths, corpus, random_lengths
+from lengths_cases import caption_lengths, corpus, lengths, random_lengths
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.batching import (
@@ -25,11 +25,6 @@ from transformer_jax.data.packing import PackedPlan
 from transformer_jax.data.tokenizer_pair import train_tokenizers
 
 MODEL = ModelConfig(vocab_size=100)
-
-
-lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=120).map(
-    lambda pairs: tuple(np.array(pairs).T)
-)
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,8 +57,8 @@ def test_an_epoch_has_every_pair_once_within_the_budget(sides, batch_tokens, max
     st.integers(1, 4),
     st.integers(12, 100),
 )
-def test_no_ladder_of_the_kind_pads_less(sides, max_shapes, batch_tokens):
-    """Brute force over all cuts of the pairs ordered by their longer side, no group smaller than half a batch."""
+def test_choose_shapes_pads_as_little_as_brute_force(sides, max_shapes, batch_tokens):
+    """Try all divisions of the pairs, ordered by their longer side, into groups of at least half a batch."""
     longer = np.maximum(*sides)
 
     def positions(tops):
@@ -87,7 +82,7 @@ def test_no_ladder_of_the_kind_pads_less(sides, max_shapes, batch_tokens):
     assert positions([max(shape.src_length, shape.tgt_length) for shape in shapes]) == best
 
 
-def test_the_order_is_a_pure_function_of_seed_and_number():
+def test_order_is_a_pure_function_of_seed_and_number():
     sides = random_lengths(2000)
     shapes = choose_shapes(*sides, 2000, 12)
     plan = BatchPlan(*sides, shapes, seed=3)
@@ -101,16 +96,15 @@ def test_the_order_is_a_pure_function_of_seed_and_number():
     assert [plan.rows(i).shape for i in range(number)] != sorted(plan.rows(i).shape for i in range(number))
 
 
-# Captions are short and alike. Twelve shapes over news, 2 to 256 tokens: 6 % because the sides of a pair differ, 10 %
-# because shapes are few (shapes free on both sides, tried, save 0.7 %): packed batches are for these.
+# Captions are short and similar. News of 2 to 256 tokens has 6 % because the sides of a pair differ, and 10 % because
+# shapes are few (shapes that are free on both sides save 0.7 %).
 @pytest.mark.parametrize("batch_tokens", [4096, 8192, 25_000])
-@pytest.mark.parametrize(("sides", "most"), [(caption_lengths(), 0.1), (random_lengths(60_000), 0.165)])
-def test_padding_is_little(sides, most, batch_tokens):
+@pytest.mark.parametrize(("sides", "limit"), [(caption_lengths(), 0.1), (random_lengths(60_000), 0.165)])
+def test_padding_is_small(sides, limit, batch_tokens):
     shapes = choose_shapes(*sides, batch_tokens, 12)
     plan = BatchPlan(*sides, shapes, seed=0)
     share = plan.padding_share
-    print(f"{batch_tokens} tokens: {100 * share:.1f} % padding, {len(shapes)} shapes")
-    assert share <= most
+    assert share <= limit
     assert len(shapes) <= 12
     made = [plan.rows(i) for i in range(plan.batches_per_epoch)]
     positions = sum(shape.rows * (shape.src_length + shape.tgt_length) for shape, _, _ in made)
@@ -119,23 +113,27 @@ def test_padding_is_little(sides, most, batch_tokens):
     assert min(shape.rows * max(shape.src_length, shape.tgt_length) for shape in shapes) > 0.4 * batch_tokens
 
 
-def test_bits_of_the_order():
-    """Three pairs of one shape stand in 3! orders, as many of another too, and the three batches in 3!."""
-    sides = np.array([2, 2, 2, 9, 9, 9]), np.array([2, 2, 2, 9, 9, 9])
-    plan = BatchPlan(*sides, [Shape(3, 2, 2), Shape(2, 9, 9)], seed=0)
-    assert plan.batches_per_epoch == 3
-    assert plan.order_bits == pytest.approx(np.log2(6 * 6 * 6))
+@pytest.mark.parametrize(
+    ("plan", "batches", "orders"),
+    [
+        # Two shapes, each with 3! orders of its pairs, and 3! orders of the batches.
+        (BatchPlan(*2 * [np.array([2, 2, 2, 9, 9, 9])], [Shape(3, 2, 2), Shape(2, 9, 9)], 0), 3, 6 * 6 * 6),
+        # 4! orders of the pairs in two rows, which have 2! orders.
+        (PackedPlan(np.full(4, 5), np.full(4, 3), 10, 10, 0), 2, 24 * 2),
+    ],
+)
+def test_entropy_of_the_order_by_hand(plan, batches, orders):
+    assert plan.batches_per_epoch == batches
+    assert plan.order_bits == pytest.approx(np.log2(orders))
 
 
-def test_the_order_is_random():
-    """Nearly as random as an order of all pairs that knows nothing of their lengths; and batches of one shape do not
-    follow on one another more often than they must."""
+def test_order_is_random():
+    """The entropy is near that of any order of the pairs, and shapes follow each other as if drawn independently."""
     sides = caption_lengths()
     plan = BatchPlan(*sides, choose_shapes(*sides, 4096, 12), seed=0)
-    most = log2_factorials([29_000])
-    print(f"{plan.order_bits:.0f} bits of {most:.0f}")
-    assert most == pytest.approx(29_000 * np.log2(29_000 / np.e), rel=1e-4)  # Stirling
-    assert 0.7 * most < plan.order_bits < most
+    limit = log2_factorials([29_000])
+    assert limit == pytest.approx(29_000 * np.log2(29_000 / np.e), rel=1e-4)  # Stirling
+    assert 0.7 * limit < plan.order_bits < limit
     shapes = [plan.rows(i).shape for i in range(20 * plan.batches_per_epoch)]
     shares = np.unique([shapes.index(shape) for shape in shapes], return_counts=True)[1] / len(shapes)
     repeated = np.mean([one == other for one, other in itertools.pairwise(shapes)])
@@ -151,9 +149,12 @@ def test_a_large_corpus_and_very_long_pairs():
     assert sum(len(plan.rows(i).pairs) for i in range(plan.batches_per_epoch)) == 200_000
 
 
-def test_a_pair_that_fits_no_shape():
+def test_pair_that_fits_no_batch_is_rejected():
+    sides = np.array([2, 2]), np.array([2, 9])
     with pytest.raises(ValueError, match="pair 1 of 2 and 9 tokens fits no shape"):
-        BatchPlan(np.array([2, 2]), np.array([2, 9]), [Shape(1, 4, 4)], 0)
+        BatchPlan(*sides, [Shape(1, 4, 4)], 0)
+    with pytest.raises(ValueError, match="pair 1 of 2 and 9 tokens fits no row of 8"):
+        PackedPlan(*sides, 8, 80, 0)
 
 
 def test_batch_by_hand():
@@ -201,11 +202,8 @@ def test_evaluation_has_every_pair_once_in_few_shapes(row_multiple):
     ladder = (Shape(40, 10, 10), Shape(20, 20, 20), Shape(10, 40, 38))
     batches = list(eval_batches(encoded, ladder, 400, MODEL, row_multiple))
     again = list(eval_batches(encoded, ladder, 400, MODEL, row_multiple))
-    assert all(
-        (x == y).all()
-        for pair in zip(batches, again, strict=True)
-        for x, y in zip(pair[0][:3], pair[1][:3], strict=True)
-    )
+    for one, other in zip(batches, again, strict=True):
+        assert all(map(np.array_equal, one[:3], other[:3]))
     shapes = {batch.src.shape + batch.tgt_in.shape[1:] for batch in batches}
     assert len(shapes) <= 4
     assert all(rows % row_multiple == 0 for rows, _, _ in shapes)
@@ -240,6 +238,5 @@ def test_real_text(folder, kind, vocab_size, data_folder):
     for batch_tokens in (4096, 8192, 25_000):
         plan = BatchPlan(*sides, choose_shapes(*sides, batch_tokens, 12), seed=0)
         packed = PackedPlan(*sides, 256, batch_tokens, seed=0)
-        print(f"{folder}, {batch_tokens}: {plan.padding_share:.2%} bucketed, {packed.padding_share:.2%} packed")
         assert plan.padding_share <= 0.1
         assert packed.padding_share <= 0.04

@@ -100,20 +100,17 @@ def with_foreign_feature(folder, tmp_path, where):
     shutil.copytree(Path(folder) / "toy_translate", copy / "foreign_translate")  # a name without a registered class
     (tmp_path / f"{EVIL}.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
     version = copy / "foreign_translate" / "1.0.0"
-    features = json.loads((version / "features.json").read_text())
-    foreign = features | {"pythonClassName": f"{EVIL}.Feature"}
-    match where:
-        case "features.json":
-            (version / "features.json").write_text(json.dumps(foreign))
-        case "nested":
-            name = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
-            nested = {"pythonClassName": name, "featuresDict": {"features": {"en": foreign}}}
-            (version / "features.json").write_text(json.dumps(nested))
-        case "legacy":
-            (version / "features.json").write_text(json.dumps({"type": f"{EVIL}.Feature", "content": {}}))
-        case "dataset_info.json":
-            info = json.loads((version / "dataset_info.json").read_text())
-            (version / "dataset_info.json").write_text(json.dumps(info | {"features": foreign}))
+    trees = {name: json.loads((version / name).read_text()) for name in ("features.json", "dataset_info.json")}
+    foreign = trees["features.json"] | {"pythonClassName": f"{EVIL}.Feature"}
+    library_class = "tensorflow_datasets.core.features.features_dict.FeaturesDict"
+    nested = {"pythonClassName": library_class, "featuresDict": {"features": {"en": foreign}}}
+    name, tree = {
+        "features.json": ("features.json", foreign),
+        "nested": ("features.json", nested),
+        "legacy": ("features.json", {"type": f"{EVIL}.Feature", "content": {}}),
+        "dataset_info.json": ("dataset_info.json", trees["dataset_info.json"] | {"features": foreign}),
+    }[where]
+    (version / name).write_text(json.dumps(tree))
     return copy
 
 

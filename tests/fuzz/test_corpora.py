@@ -169,6 +169,7 @@ def test_damaged_cache_is_rebuilt(tokenizers, tmp_path, harm):
     pairs = Pairs(["a dog", "dog"], ["a", "a"], "here")
     expected = load_or_encode(CONFIG, "train", tokenizers, tmp_path, pairs).sha256()
     (folder,) = tmp_path.iterdir()
+    (tmp_path / ".train-x.1").mkdir()  # an unfinished folder of another process
     for file in sorted(folder.iterdir()):
         data = bytearray(file.read_bytes())
         if harm == "emptied":

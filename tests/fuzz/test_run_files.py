@@ -1,4 +1,4 @@
-"""The files of a run, damaged one at a time: a `UserError`, or, where a file is not asked for, no harm."""
+"""Damage the files of a run one at a time: the result is a `UserError`, or unchanged if the file is not needed."""
 
 import gc
 import json
@@ -36,16 +36,15 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_params(folder, params)
     yield folder, params
-    for _ in range(3):  # what failed restores have left is to turn up here, not in the middle of another test
+    for _ in range(3):  # warnings about what failed restores have left appear here, not in another test
         load_params(folder, abstract_params(MODEL))
         gc.collect()
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
-    """It is refused in words, or the parameters are the right ones: bits of the arrays are the manifest's to check."""
+def test_damaged_checkpoint_file_is_rejected_or_harmless(saved, tmp_path, harm):
     whole, params = saved
-    refused = 0
+    rejected = 0
     for number, file in enumerate(sorted(file for file in whole.rglob("*") if file.is_file())):
         copy = tmp_path / str(number)
         shutil.copytree(whole, copy)
@@ -53,28 +52,28 @@ def test_any_file_of_a_checkpoint(saved, tmp_path, harm):
         try:
             jax.tree.map(np.testing.assert_array_equal, load_params(copy, abstract_params(MODEL)), params)
         except UserError as error:
-            refused += str(copy) in str(error)
-    assert refused > 0
+            rejected += str(copy) in str(error)
+    assert rejected > 0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"valid_loss": "low"}', '{"valid_loss": null}', "\x80"])
-def test_the_figures_of_a_checkpoint(tmp_path, text):
+def test_damaged_metrics_of_a_checkpoint_are_rejected(tmp_path, text):
     run = RunDir(tmp_path)
     (run.checkpoints / "3" / "metrics").mkdir(parents=True)
     (run.checkpoints / "3" / "metrics" / "metrics").write_bytes(text.encode("latin-1"))
-    said = "has no best checkpoint" if "null}" in text else "3/metrics/metrics: "
-    with pytest.raises(UserError, match=said):
+    message = "has no best checkpoint" if "null}" in text else "3/metrics/metrics: "
+    with pytest.raises(UserError, match=message):
         resolve_checkpoint(run, "best")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"a": 1}', "9" * 5000, "[" * 100_000, "\x80"])
-def test_an_earlier_result(tmp_path, text):
+def test_damaged_result_is_empty(tmp_path, text):
     (tmp_path / "result.json").write_bytes(text.encode("latin-1"))
     assert RunDir(tmp_path).read_result() in ({}, {"a": 1})
 
 
-def test_names_in_files_lead_nowhere(tmp_path):
-    """A run is its folder: no field of `config.json` says where its own files are, and a step is a number."""
+def test_paths_in_files_are_rejected(tmp_path):
+    """Check that the name of a checkpoint is a step, and never a path."""
     run = RunDir(tmp_path / "run")
     (tmp_path / "5" / "state").mkdir(parents=True)
     run.checkpoints.mkdir(parents=True)
