@@ -22,7 +22,7 @@ def run_command(monkeypatch, capsysbinary, *args, stdin=b""):
     capsysbinary.readouterr()
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin), isatty=lambda: False))
     try:
-        status = cli.main([*map(str, args), "--no-malloc-tuning"])
+        status = cli.main(["--no-malloc-tuning", *map(str, args)])
     except SystemExit as error:
         status = error.code
     out, err = capsysbinary.readouterr()

@@ -63,6 +63,27 @@ def test_train_takes_a_recipe_and_its_default_folder(cli, trains, tiny, monkeypa
     assert configs[3].data.source == "numbers"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--strict", "tiny.py:wide"],
+        ["--deterministic", "tiny.py:wide", "--strict"],
+        ["--training.num-steps", "4", "--strict", "tiny.py:wide"],
+        ["--training.mesh-data", "-1", "tiny.py:wide", "--strict"],
+        ["--training.num_steps=4", "--no_compilation_cache", "--strict", "tiny.py:wide"],
+        ["--decoding.forbidden-ids", "5", "6", "--strict", "tiny.py:wide"],
+        ["--strict", "--", "tiny.py:wide"],
+    ],
+    ids=" ".join,
+)
+def test_train_finds_the_recipe_after_flags(cli, trains, tiny, monkeypatch, args):
+    monkeypatch.chdir(tiny.folder)
+    done = cli("train", *args)
+    assert (done.status, done.err) == (0, "")
+    ((config, workdir, flags),) = trains
+    assert (config.model.d_ff, str(workdir), flags["strict"]) == (48, "runs/tiny-wide", True)
+
+
 def test_every_section_has_its_flags(cli, trains, tiny):
     flags = {
         "--model.d-ff": "64",
@@ -317,6 +338,14 @@ def test_global_options_are_found_anywhere_but_in_values(cli, loads, tmp_path):
     assert cli("translate", "--traceback", tmp_path).status == 0
     assert cli("translate", tmp_path, "--prefix=--traceback").status == 0
     assert cli("translate", tmp_path, "--prefix", "--traceback").status == 2, "the value is missing"
+
+
+def test_global_option_ends_the_values_of_another_option(cli, monkeypatch):
+    seen = []
+    monkeypatch.setattr(score_commands, "evaluate_runs", lambda runs, *_, **options: seen.append((runs, options)) or [])
+    assert cli("evaluate", "--ensemble", "one", "--no-compilation-cache", "run").status == 0
+    ((runs, options),) = seen
+    assert (runs, options["ensemble"]) == ((Path("run"),), (Path("one"),))
 
 
 @pytest.mark.parametrize("flag", ["--deterministic=True", "--no-malloc-tuning=1", "--no_compilation_cache=False"])

@@ -89,19 +89,21 @@ def test_log_records_and_warnings_are_lines_on_stderr(cli, monkeypatch):
 def test_a_warning_while_parsing_does_not_start_the_devices():
     code = """
 import socket, sys, warnings
-from transformer_jax.cli.session import GlobalOptions, session
+from transformer_jax.cli.session import session
 from transformer_jax.runtime.distributed import main_process_logger
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = "127.0.0.1:%d" % free.getsockname()[1]
-with session(GlobalOptions(compilation_cache=False)) as current:
+
+def command():
     warnings.warn("old field", stacklevel=1)
     main_process_logger("transformer_jax.anything").info("a notice")
     import jax
 
     jax.distributed.initialize(address, num_processes=1, process_id=0)
-sys.exit(current.status)
+
+sys.exit(session(command))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -9,28 +9,18 @@ from transformer_jax.cli.evaluate import Average, Evaluate, Score
 from transformer_jax.cli.experiments import Parsing, Table3
 from transformer_jax.cli.inspect import Attention, Doctor, Params, Plot
 from transformer_jax.cli.interop import Compare, Export, Import
-from transformer_jax.cli.parsing import arg, parse, parse_known, subcommand
+from transformer_jax.cli.parsing import arg, flag_of, parse, parse_known, positionals, switches
 from transformer_jax.cli.session import GlobalOptions, session
-from transformer_jax.cli.train import Train
-from transformer_jax.cli.train import train_main as train_main
+from transformer_jax.cli.train import Train, train_defaults
 from transformer_jax.cli.translate import Translate
+from transformer_jax.config import Config
 
-Command = (
-    Annotated[Train, subcommand("train")]
-    | Annotated[Translate, subcommand("translate")]
-    | Annotated[Evaluate, subcommand("evaluate")]
-    | Annotated[Score, subcommand("score")]
-    | Annotated[Average, subcommand("average")]
-    | Annotated[Attention, subcommand("attention")]
-    | Annotated[Plot, subcommand("plot")]
-    | Annotated[Import, subcommand("import")]
-    | Annotated[Export, subcommand("export")]
-    | Annotated[Compare, subcommand("compare")]
-    | Annotated[Doctor, subcommand("doctor")]
-    | Annotated[Params, subcommand("params")]
-    | Annotated[Table3, subcommand("table3")]
-    | Annotated[Parsing, subcommand("parsing")]
-)
+# The name of a command is the name of its class in lower case.
+RunCommand = Train | Translate | Evaluate | Score | Average | Attention | Plot
+OtherCommand = Import | Export | Compare | Doctor | Params | Table3 | Parsing
+
+SWITCHES = switches(GlobalOptions, Train)
+LISTS = [flag_of(name) for name, value in Config().flat().items() if isinstance(value, tuple)]
 
 
 @dataclass(frozen=True)
@@ -40,21 +30,28 @@ class CommandLine:
     `transformer-jax COMMAND --help` lists the options of a command.
     """
 
-    command: Annotated[Command, arg(name="")]
+    command: Annotated[RunCommand | OtherCommand, arg(name="")]
     options: Annotated[GlobalOptions, arg(name="")] = field(default_factory=GlobalOptions)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 1 after a failure, 2 after wrong usage.
+    """Run a command and return its exit status: 0, 1 after a failure, 2 after invalid usage.
 
     Args:
-        args: The arguments. None takes those of the process.
+        args: Arguments without the name of the program. None uses those of the process.
     """
-    options, rest = parse_known(GlobalOptions, sys.argv[1:] if args is None else args)
-    if rest[:1] == ["train"]:
-        return train_main(rest[1:], options)
-    with session(options, trains=rest[:1] == ["table3"]) as current:
-        command = parse(CommandLine, rest or ["--help"]).command
-        assert not isinstance(command, Train)  # its defaults depend on the recipe: train_main parses it
-        current.status = command.run() or 0
-    return current.status
+    words = list(sys.argv[1:] if args is None else args)
+    return session(lambda: _run(words), show_traceback="--traceback" in words)
+
+
+def train_main(args: Sequence[str] | None = None) -> int:
+    """Run the command `train`, which is also what `python train.py` runs, and return its exit status."""
+    return main(["train", *(sys.argv[1:] if args is None else args)])
+
+
+def _run(args: Sequence[str]) -> int | None:
+    command, recipe = [*positionals(args, SWITCHES, LISTS), "", ""][:2]
+    parse_known(GlobalOptions, args).apply(trains=command in ("train", "table3"))
+    # The recipe decides the defaults of the flags of `train`, so it is loaded before they are parsed.
+    default = CommandLine(train_defaults(recipe)) if command == "train" else None
+    return parse(CommandLine, args or ["--help"], default).command.run()

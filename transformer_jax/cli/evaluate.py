@@ -1,11 +1,11 @@
 """The commands that score runs and choose parameters: evaluate, score, average."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from transformer_jax.cli.parsing import DecodingFlags, Positional, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, arg, given
 from transformer_jax.cli.session import processes
 from transformer_jax.runtime.distributed import Cluster, is_main_process
 from transformer_jax.runtime.files import to_json
@@ -13,6 +13,9 @@ from transformer_jax.types import UserError
 
 if TYPE_CHECKING:
     from transformer_jax.data.pairs import Pairs
+
+Result = Mapping[str, Any]
+"""A JSON object of scores."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,11 @@ class Evaluate:
             pairs = None
             if self.source is not None and self.reference is not None:
                 pairs = _read_pairs(self.source, self.reference)
-            options: dict[str, Any] = {
+            options = given(self.decoding) | {
                 "tokenize": self.tokenize,
                 "lowercase": self.lowercase,
                 "ensemble": self.ensemble,
             }
-            options |= given(self.decoding)
             if self.sweep:
                 for run in self.runs:
                     self._print_sweep(sweep(run, self.sweep, pairs, self.split or "valid", **options))
@@ -76,21 +78,11 @@ class Evaluate:
             options |= {"num_samples": self.bootstrap, "language": self.language, "output": self.output}
             self._print(evaluate_runs(self.runs, pairs, self.split or "test", **options))
 
-    def _shown_as_text(self, results: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the results that process 0 prints as text. With --json, print each as JSON and yield none."""
-        for result in results:  # every process computes them
-            if not is_main_process():
-                continue
-            if self.json:
-                print(to_json(result), flush=True)
-            else:
-                yield result
-
-    def _print(self, results: Iterable[dict[str, Any]]) -> None:
+    def _print(self, results: Iterable[Result]) -> None:
         from transformer_jax.evaluation.evaluate import difference_lines, result_lines
 
         first = None
-        for result in self._shown_as_text(results):
+        for result in text_results(results, self.json):
             members = (result, *result.get("ensemble", ()))
             print(" + ".join(f"{member['run']}, checkpoint {member['checkpoint']}" for member in members))
             print(*result_lines(result), sep="\n")
@@ -98,9 +90,9 @@ class Evaluate:
                 print(*difference_lines(result, first), sep="\n")
             first = first or result
 
-    def _print_sweep(self, results: Iterable[dict[str, Any]]) -> None:
-        best: dict[str, Any] = {}
-        for result in self._shown_as_text(results):
+    def _print_sweep(self, results: Iterable[Result]) -> None:
+        best: Result = {}
+        for result in text_results(results, self.json):
             if not best:
                 runs = " + ".join(member["run"] for member in (result, *result.get("ensemble", ())))
                 print(f"{runs}, {result['split']}  ({result['bleu_signature']})")
@@ -125,8 +117,7 @@ class Score:
     format: Literal["text", "jsonl"] = "text"
     """Format of a line. text: score, log-probability in nats and number of tokens (EOS included), separated by tabs.
     jsonl: a JSON object."""
-    checkpoint: str | None = None
-    """Parameters: last, best, average or the number of a step. None takes the run's own."""
+    parameters: Annotated[CheckpointFlag, arg(name="")] = field(default_factory=CheckpointFlag)
     ensemble: tuple[Path, ...] = ()
     """More runs, whose token probabilities are averaged with those of RUN."""
 
@@ -135,10 +126,10 @@ class Score:
         from transformer_jax.decoding.translator import Translator
         from transformer_jax.evaluation.scoring import score_pairs
 
-        translator = Translator.load(self.run_folder, ensemble=self.ensemble, **checkpoint_of(self.checkpoint))
-        for score in score_pairs(translator, _read_pairs(self.source, self.target)):
-            text = f"{score.score:.4f}\t{score.log_prob:.4f}\t{score.num_tokens}"
-            print(to_json(score._asdict()) if self.format == "jsonl" else text)
+        translator = Translator.load(self.run_folder, ensemble=self.ensemble, **given(self.parameters))
+        scores = score_pairs(translator, _read_pairs(self.source, self.target))
+        for score in text_results((score._asdict() for score in scores), self.format == "jsonl"):
+            print(f"{score['score']:.4f}\t{score['log_prob']:.4f}\t{score['num_tokens']}")
 
 
 @dataclass(frozen=True)
@@ -169,12 +160,18 @@ class Average:
         print(f"{RunDir(self.run_folder).average}: the average of the steps {', '.join(map(str, steps))}")
 
 
-def checkpoint_of(checkpoint: str | None) -> dict[str, str]:
-    """Return the `checkpoint` keyword for `Translator.load`, or no keyword if the flag was not given."""
-    return {} if checkpoint is None else {"checkpoint": checkpoint}
+def text_results(results: Iterable[Result], as_json: bool) -> Iterator[Result]:
+    """Yield the results for process 0 to print as text. With `as_json`, print each as a JSON object, and yield none."""
+    for result in results:  # every process computes them
+        if not is_main_process():
+            continue
+        if as_json:
+            print(to_json(result), flush=True)
+        else:
+            yield result
 
 
-def _flags(setting: dict[str, Any]) -> str:
+def _flags(setting: Mapping[str, object]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setting.items())
 
 

@@ -1,11 +1,10 @@
 """The commands that show what a run, a recipe or a machine is: attention, plot, params, doctor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.evaluate import checkpoint_of
-from transformer_jax.cli.parsing import Positional, arg
+from transformer_jax.cli.parsing import CheckpointFlag, Positional, arg, given
 from transformer_jax.runtime.files import check_writable, to_json
 from transformer_jax.types import UserError
 
@@ -30,8 +29,7 @@ class Attention:
     """Head to show first, counted from 1, or all heads, or their mean."""
     style: Literal["lines", "map"] = "lines"
     """Style to show first: lines between tokens, or a heat map."""
-    checkpoint: str | None = None
-    """Parameters: last, best, average or the number of a step. None takes the run's own."""
+    parameters: Annotated[CheckpointFlag, arg(name="")] = field(default_factory=CheckpointFlag)
 
     def run(self) -> None:
         """Write the file, and print the translation."""
@@ -39,7 +37,7 @@ class Attention:
         from transformer_jax.visualization.attention import View, attention_of, draw_attention
 
         check_writable(self.output)
-        translator = Translator.load(self.run_folder, **checkpoint_of(self.checkpoint))
+        translator = Translator.load(self.run_folder, **given(self.parameters))
         attention = attention_of(translator, self.sentence, self.target, run=str(self.run_folder))
         draw_attention(attention, self.output, View(self.kind, self.layer, self.head, self.style))
         print(f"{self.output}: {attention.target}")

@@ -1,20 +1,13 @@
 """The commands that exchange models with other libraries: import, export, compare."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.parsing import Positional, arg, usage_error
+from transformer_jax.cli.parsing import CheckpointFlag, ModelFlags, Positional, UsageError, arg, given
 from transformer_jax.presets import load_recipe
 from transformer_jax.types import UserError
-
-_MODEL_FIELDS = (
-    *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
-    *("scale_embeddings", "positions", "norm_variant", "position_exponent", "position_offset", "decoder_start"),
-    "source_eos",
-)
-"""Fields of `ModelConfig` that `import` takes, because a state dict does not show them."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +28,7 @@ class Import:
     """For a state dict: run, its tokenizer/ folder, or a tokenizer.json of Hugging Face."""
     mapping: Path | None = None
     """With --from torch: TOML file that names the tensors of your own model."""
-    num_heads: int | None = None
-    """Number of attention heads, which state dicts and old CTranslate2 files do not store."""
-    decoder_num_heads: int | None = None
-    """Number of attention heads of the decoder. None takes num_heads."""
-    source_bos: bool | None = None
-    """For a state dict: whether its batches start the source with BOS, as in <s> source </s>."""
-    norm_position: Literal["post", "pre"] | None = None
-    """For a state dict of torch modules: pre for norm_first=True."""
-    norm_epsilon: float | None = None
-    """For a state dict: epsilon of LayerNorm. None takes 1e-5, or 1e-6 with --from annotated."""
-    activation: Literal["relu", "gelu", "swish"] | None = None
-    """For a state dict of torch modules: activation of the feed-forward networks."""
-    scale_embeddings: bool | None = None
-    """For a state dict of torch modules: whether embeddings are multiplied by sqrt(d_model)."""
-    positions: Literal["interleaved", "halves", "learned"] | None = None
-    """For a state dict of torch modules: kind of positions. interleaved: the paper's sinusoids."""
-    norm_variant: Literal["standard", "unbiased_std"] | None = None
-    """With a mapping: unbiased_std for norms that divide by the unbiased standard deviation plus epsilon."""
-    position_exponent: Literal["paper", "tensor2tensor"] | None = None
-    """For a state dict: exponents of the sinusoids. None takes paper."""
-    position_offset: int | None = None
-    """For a state dict: position of the first token. None takes 0."""
-    decoder_start: Literal["bos", "eos", "pad", "zeros"] | None = None
-    """For a state dict: what the decoder reads first. None takes bos."""
-    source_eos: bool | None = None
-    """For a state dict: whether its batches end the source with EOS. None takes True."""
+    model: Annotated[ModelFlags, arg(name="")] = field(default_factory=ModelFlags)
     overwrite: bool = False
     """Replace an earlier import."""
 
@@ -68,7 +36,6 @@ class Import:
         """Import the model, and print the new run."""
         from transformer_jax.interop.convert import import_run
 
-        model = {name: getattr(self, name) for name in _MODEL_FIELDS if getattr(self, name) is not None}
         run = import_run(
             self.path,
             self.format,
@@ -77,7 +44,7 @@ class Import:
             tokenizer=self.tokenizer,
             mapping=self.mapping,
             overwrite=self.overwrite,
-            **model,
+            **given(self.model),
         )
         print(f"{run.path}: a run for translate, evaluate, export and --training.init-from")
 
@@ -92,8 +59,7 @@ class Export:
     """Format to write."""
     output: Path
     """Folder to write."""
-    checkpoint: str | None = None
-    """Parameters: last, best, average or the number of a step. None takes the run's own."""
+    parameters: Annotated[CheckpointFlag, arg(name="")] = field(default_factory=CheckpointFlag)
     overwrite: bool = False
     """Replace an earlier export."""
 
@@ -108,9 +74,9 @@ class Export:
             self.run_folder,
             self.format,
             self.output,
-            checkpoint=self.checkpoint,
             overwrite=self.overwrite,
             warn=warn,
+            **given(self.parameters),
         )
         print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
 
@@ -125,6 +91,7 @@ class Compare:
     """State dict, or model folder of that library. None takes random weights."""
     config: str | None = None
     """Recipe (FILE or FILE:NAME) or config.json of a run. None takes a small model."""
+    model: Annotated[ModelFlags, arg(name="")] = field(default_factory=ModelFlags)
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of both sides."""
     json: bool = False
@@ -137,8 +104,8 @@ class Compare:
 
         try:
             config = load_recipe(self.config) if self.config else None
-            report = compare(self.against, self.path, config, self.dtype)
+            report = compare(self.against, self.path, config, self.dtype, **given(self.model))
         except UserError as error:  # 1 means that the two sides differ
-            usage_error("compare", str(error))
+            raise UsageError(str(error)) from error
         print(report.to_json() if self.json else render(report))
         return 0 if report.ok else 1

@@ -3,8 +3,8 @@
 import dataclasses
 import sys
 import typing
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from tyro.conf import FlagConversionOff as FlagConversionOff
@@ -12,12 +12,17 @@ from tyro.conf import Positional as Positional
 from tyro.conf import arg as arg
 from tyro.conf import subcommand as subcommand
 
-from transformer_jax.config import RENAMED_FIELDS, DecodingConfig, Sampling
+from transformer_jax.config import RENAMED_FIELDS, DecodingConfig, ModelConfig, Sampling
 from transformer_jax.types import UserError
 
 T = TypeVar("T")
 
 PROGRAM = "transformer-jax"
+_OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.CascadeSubcommandArgs)  # global flags may follow the command
+
+
+class UsageError(UserError):
+    """Flags that contradict each other. The command exits with status 2."""
 
 
 def flag_of(field: str) -> str:
@@ -34,94 +39,135 @@ RENAMED_FLAGS = {
 """{flag of an earlier version: flag now}. Commands on runs take the flags of decoding without the section."""
 
 
-def parse(cls: type[T], args: Sequence[str], *, command: str = "", default: T | None = None) -> T:
+def parse(cls: type[T], args: Sequence[str], default: T | None = None) -> T:
     """Parse a command line.
 
     Args:
-        cls: A dataclass; its docstrings are the help texts. Its constructor may raise UserError for values that
-            contradict each other.
-        args: The arguments, without the names of the program and of the command.
-        command: The name of the command.
-        default: The default of every field. None takes the defaults of `cls`.
+        cls: Dataclass whose docstrings are the help texts.
+        args: Arguments without the name of the program.
+        default: Default values of the fields. None uses the defaults of `cls`.
 
     Raises:
-        SystemExit: With status 0 after `--help`, and with status 2 after wrong usage, which is explained on stderr.
+        UsageError: A dataclass rejected the values.
+        SystemExit: With status 0 after `--help`, and with status 2 after invalid usage, which is explained on stderr.
     """
-    options: dict[str, Any] = {} if default is None else {"default": default}
-    config = (tyro.conf.FlagCreatePairsOff,)
+    missing = tyro.MISSING_NONPROP if default is None else default
     try:
-        return tyro.cli(cls, prog=f"{PROGRAM} {command}".strip(), args=list(args), config=config, **options)
-    except UserError as error:
-        usage_error(command or " ".join(args[:1]), str(error))
+        return tyro.cli(cls, prog=PROGRAM, args=args, default=missing, config=_OPTIONS)
+    except UserError as error:  # of a constructor, if tyro does not report it
+        raise UsageError(str(error)) from error
     except SystemExit as error:
-        for flag in (arg.partition("=")[0].replace("_", "-") for arg in args) if error.code else ():
+        for flag in (item.partition("=")[0].replace("_", "-") for item in args) if error.code else ():
             if flag in RENAMED_FLAGS:
                 print(f"{flag} is now {RENAMED_FLAGS[flag]}", file=sys.stderr)
         raise
 
 
-def parse_known(cls: type[T], args: Sequence[str]) -> tuple[T, list[str]]:
-    """Parse the flags of `cls` and return the other arguments in their order. Arguments after `--` are not flags.
+def parse_known(cls: type[T], args: Sequence[str]) -> T:
+    """Parse the flags of `cls` and ignore all other arguments, including those after `--`."""
+    known = args[: args.index("--")] if "--" in args else args
+    return tyro.cli(cls, args=known, return_unknown_args=True, add_help=False, config=_OPTIONS)[0]
+
+
+def switches(*classes: type) -> set[str]:
+    """Return the flags of dataclasses that take no value, in their positive and negative form."""
+    hints = [hint for cls in classes for hint in typing.get_type_hints(cls).items()]
+    return {flag_of(prefix + name) for name, kind in hints if kind is bool for prefix in ("", "no_")}
+
+
+def positionals(args: Sequence[str], without_value: Collection[str], with_list: Collection[str]) -> Iterator[str]:
+    """Yield the arguments that are neither flags nor values of flags.
+
+    Args:
+        args: Arguments.
+        without_value: Flags that take no value.
+        with_list: Flags that take any number of values. Every other flag takes one value.
 
     Raises:
-        SystemExit: With status 2 if a flag that takes no value has one, as in `--deterministic=True`.
+        UsageError: A flag that takes no value has one, as in `--deterministic=True`.
     """
-    end = args.index("--") if "--" in args else len(args)
-    switches = [name for name, kind in typing.get_type_hints(cls).items() if kind is bool]
-    switches = [f"--{prefix}{name.replace('_', '-')}" for name in switches for prefix in ("", "no-")]
-    for flag, has_value, _ in (item.partition("=") for item in args[:end]):
-        if has_value and flag.replace("_", "-") in switches:
-            usage_error("", f"{flag} takes no value; it is on if it is there")
-    config = (tyro.conf.FlagCreatePairsOff,)
-    known, rest = tyro.cli(cls, args=list(args[:end]), return_unknown_args=True, add_help=False, config=config)
-    return known, [*rest, *args[end:]]
+    expects_value = None  # the flag whose values follow
+    for index, item in enumerate(args):
+        flag, has_value, _ = item.partition("=")
+        name = flag.replace("_", "-")
+        if item == "--":
+            yield from args[index + 1 :]
+            return
+        if item.startswith("--"):
+            if has_value and name in without_value:
+                raise UsageError(f"{flag} takes no value. Leave out the value, or the flag to turn it off")
+            expects_value = None if has_value or name in without_value else name
+        elif expects_value is None:
+            yield item
+        elif expects_value not in with_list:
+            expects_value = None
 
 
-def usage_error(command: str, message: str) -> NoReturn:
-    """Print what is wrong with the arguments of a command and raise SystemExit with status 2."""
-    print(f"{f'{PROGRAM} {command}'.strip()}: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def _overrides(
+    cls: type, name: str, fields: Collection[str] = (), default: str = "the run's own", pairs: bool = True
+) -> type:
+    """Return a dataclass whose flags replace fields of the dataclass `cls`. None stands for an unused flag.
 
+    `cls` is a base class so that tyro finds its docstrings.
 
-def _optional(cls: type[Any], name: str) -> type[Any]:
-    """Return a dataclass with the fields of the dataclass `cls`, where None stands for a flag that was not given.
-
-    A field of type bool becomes two flags, `--field` and `--no-field`. The values are checked by the constructor of
-    `cls`. `cls` is a base class so that tyro finds its docstrings.
+    Args:
+        cls: Section of the configuration. Unless `fields` selects some, its constructor checks the values.
+        name: Name of the new dataclass.
+        fields: Fields that have flags. Empty takes all fields.
+        default: Description of the default in help texts.
+        pairs: Whether a field of type bool becomes two flags, `--field` and `--no-field`, instead of one with a value.
     """
-    fields: list[tuple[str, Any, Any]] = []
+    members: list[tuple[str, object, object]] = []
+    hint = arg(help_behavior_hint=f"(default: {default})" if default else None)
     for field, kind in typing.get_type_hints(cls).items():
-        hint = arg(help_behavior_hint="(default: the run's own)") if cls is DecodingConfig else arg()
-        if kind is bool:
-            text = f"Sets {field} to False."
-            fields.append((field, Annotated[bool, arg(help_behavior_hint="(default: the run's own)")], False))
-            fields.append((f"no_{field}", Annotated[bool, arg(help=text, help_behavior_hint="")], False))
+        if fields and field not in fields:
+            members.append((field, Annotated[kind | None, tyro.conf.Fixed, tyro.conf.Suppress], None))
+        elif kind is bool and pairs:
+            no = arg(help=f"Sets {field} to False.", help_behavior_hint="")
+            members += [(field, Annotated[bool, hint], False), (f"no_{field}", Annotated[bool, no], False)]
         else:
-            fields.append((field, Annotated[kind | None, hint], None))
+            members.append((field, Annotated[kind | None, hint], None))
 
-    def check(self: Any) -> None:
-        cls(**given(self))
+    def check(self: object) -> None:
+        if not fields:
+            cls(**given(self))
 
-    return dataclasses.make_dataclass(name, fields, bases=(cls,), frozen=True, namespace={"__post_init__": check})
+    return dataclasses.make_dataclass(name, members, bases=(cls,), frozen=True, namespace={"__post_init__": check})
 
 
-def given(flags: "DecodingFlags | SamplingFlags") -> dict[str, Any]:
-    """Return the fields whose flags were given, with their values."""
-    values = {name: value for name, value in vars(flags).items() if value is not None and value is not False}
-    turned_off = [name for name in values if name.startswith("no_")]
-    return {name: value for name, value in values.items() if name not in turned_off} | {
-        name.removeprefix("no_"): False for name in turned_off
-    }
+def given(flags: object) -> dict[str, Any]:
+    """Return the fields that flags on the command line replace, with their values."""
+    values = {name: value for name, value in vars(flags).items() if value is not None}
+    for negative in [name for name in values if name.startswith("no_")]:  # of a pair, both are False by default
+        positive = negative.removeprefix("no_")
+        if values.pop(negative):
+            values[positive] = False
+        elif not values[positive]:
+            del values[positive]
+    return values
 
 
 if TYPE_CHECKING:
 
     class DecodingFlags:
-        """The fields of `DecodingConfig`; None keeps the value of the run."""
+        """The fields of `DecodingConfig`. None keeps the value of the run."""
+
+    class CheckpointFlag:
+        """The field `checkpoint` of `DecodingConfig`. None keeps the value of the run."""
+
+    class ModelFlags:
+        """The fields of `ModelConfig` that state dicts do not show. None proposes or assumes a value."""
 
     class SamplingFlags:
-        """The fields of `Sampling`; None keeps the default."""
+        """The fields of `Sampling`. None keeps the default."""
 
 else:
-    DecodingFlags = _optional(DecodingConfig, "DecodingFlags")
-    SamplingFlags = _optional(Sampling, "SamplingFlags")
+    MODEL_FIELDS = (
+        *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
+        *("scale_embeddings", "positions", "norm_variant", "position_exponent", "position_offset", "decoder_start"),
+        "source_eos",
+    )
+    DecodingFlags = _overrides(DecodingConfig, "DecodingFlags")
+    CheckpointFlag = _overrides(DecodingConfig, "CheckpointFlag", ("checkpoint",))
+    ModelFlags = _overrides(ModelConfig, "ModelFlags", MODEL_FIELDS, "what the tensors or the format show", pairs=False)
+    SamplingFlags = _overrides(Sampling, "SamplingFlags", default="")

@@ -1,4 +1,4 @@
-"""What surrounds every command: settings of the process, output, warnings and errors."""
+"""The environment of every command: settings of the process, log lines, warnings and errors."""
 
 import contextlib
 import errno
@@ -7,10 +7,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from transformer_jax.cli.parsing import UsageError
 from transformer_jax.runtime.distributed import (
     Cluster,
     abort,
@@ -25,33 +25,25 @@ from transformer_jax.types import UserError, first_line, printable
 
 @dataclass(frozen=True)
 class GlobalOptions:
-    """Options of every command. They may be anywhere in the command line."""
+    """Options of every command, before or after its name."""
 
     traceback: bool = False
-    """Show the traceback of an error in the usage or the data. A defect of the program always shows it."""
+    """Show the traceback of errors in usage or data. Defects of the program always show it."""
     malloc_tuning: bool = True
     """Train with the C library's default allocator settings."""
     compilation_cache: bool = True
-    """Compile everything again instead of keeping compiled code on disk."""
+    """Compile every program again instead of keeping compiled programs on disk."""
     deterministic: bool = False
-    """Give bit-identical results in every run, on GPUs too, at lower speed."""
+    """Compute bit-identical results in every run, on GPUs too, at lower speed."""
 
     def apply(self, *, trains: bool) -> None:
-        """Set up the process, before jax is imported. `trains` tells whether the command trains a model."""
+        """Set up the process, before jax is imported, for a command that trains a model or one that does not."""
         if self.malloc_tuning and trains:  # it speeds up training and slows down decoding
             tune_malloc()
         if self.compilation_cache:
             use_compilation_cache()
         if self.deterministic:
             make_deterministic()
-
-
-@dataclass
-class Session:
-    """One command."""
-
-    status: int = 0
-    """Exit status: 0, 1 after a failure, 2 after wrong usage."""
 
 
 # Failures of the machine rather than of the program.
@@ -66,32 +58,36 @@ _CAUSES = {
 }
 
 
-@contextlib.contextmanager
-def session(options: GlobalOptions, *, trains: bool = False) -> Iterator[Session]:
-    """Run one command: set up the process, log lines to stderr, and turn an exception into lines and a status.
+def session(command: Callable[[], int | None], *, show_traceback: bool = False) -> int:
+    """Run a command: log lines to stderr, and turn an exception into lines on stderr and an exit status.
 
-    The traceback is hidden for UserError and for failures of the machine such as a full disk; every other exception is
-    a defect and shows it.
+    The traceback is hidden for UserError and for failures of the machine such as a full disk. Every other exception is
+    a defect of the program and shows it.
+
+    Args:
+        command: Function that returns its exit status. None means 0.
+        show_traceback: Whether to show the traceback of every exception.
+
+    Returns:
+        The exit status: 0, 1 after a failure, 2 after invalid usage.
     """
-    options.apply(trains=trains)
-    current = Session()
     with _lines_on_stderr():
         try:
             try:
-                yield current
+                return command() or 0
             finally:
                 if sys.stdout is not None:
                     sys.stdout.flush()
         except SystemExit as error:  # of the parser
-            current.status = error.code if isinstance(error.code, int) else 1
+            return error.code if isinstance(error.code, int) else 1
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail too
-            current.status = 1
+            return 1
         except (Exception, KeyboardInterrupt) as error:
-            current.status = 1
-            _report(error, show_traceback=options.traceback)
+            _report(error, show_traceback=show_traceback)
             if is_multiprocess() and not isinstance(error, UserError):
                 abort(1)
+            return 2 if isinstance(error, UsageError) else 1
 
 
 def _report(error: BaseException, *, show_traceback: bool) -> None:
@@ -108,8 +104,8 @@ def _report(error: BaseException, *, show_traceback: bool) -> None:
         text, is_defect = first_line(error), True
         if is_multiprocess():
             fix = (
-                "if another process has ended, that is the cause, and its last lines say more. Run the same command in "
-                "all processes to resume from the last checkpoint"
+                "If another process has ended, that is the cause, and its last lines have the reason. Run the command "
+                "again in all processes to resume from the last checkpoint"
             )
     if (is_defect or show_traceback) and not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
@@ -119,7 +115,7 @@ def _report(error: BaseException, *, show_traceback: bool) -> None:
 
 
 class _LineFormatter(logging.Formatter):
-    """Plain lines without control characters, those of warnings and errors with their level."""
+    """Formats records as plain lines without control characters. Warnings and errors start with their level."""
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -145,7 +141,7 @@ def _lines_on_stderr() -> Iterator[None]:
             logger.propagate = propagates
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
     if issubclass(category, UserWarning) and logs_notices():
         print(f"warning: {printable(str(message))}", file=sys.stderr, flush=True)
 
@@ -154,8 +150,8 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__
 def processes(cluster: Cluster) -> Iterator[bool]:
     """Connect the processes of a cluster and yield whether there are several.
 
-    Libraries print to file descriptor 1 when processes connect, such as Gloo on CPUs. Their lines go to stderr, because
-    stdout is for results.
+    Libraries such as Gloo print to file descriptor 1 when processes connect. These lines are redirected to stderr,
+    because stdout is for results.
     """
     if not initialize(cluster):
         yield False

@@ -1,4 +1,4 @@
-"""The command `translate`: a line out for each line in, or a conversation."""
+"""The command `translate`: one line of output for each line of input, or a conversation."""
 
 import codecs
 import contextlib
@@ -9,9 +9,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
-from transformer_jax.cli.parsing import DecodingFlags, Positional, SamplingFlags, arg, flag_of, given, usage_error
+from transformer_jax.cli.parsing import DecodingFlags, Positional, SamplingFlags, UsageError, arg, flag_of, given
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Sampling
 from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
@@ -34,36 +34,34 @@ class Translate:
     run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
     n_best: int = 1
-    """Number of translations per line: at most the beam size, or the number of samples. As text they are written as
+    """Number of translations per line, at most the beam size, or number of samples. Several are written as
     `LINE ||| TEXT ||| SCORE`."""
     format: Literal["text", "jsonl"] = "text"
-    """Output format. jsonl: an object per line with its translations, their scores and log-probabilities."""
+    """Output format. jsonl: a JSON object per line with its translations, their scores and log-probabilities."""
     alignment: bool = False
-    """With --format jsonl: add the tokens, and the source token that each target token comes from, by
-    cross-attention."""
+    """With --format jsonl: add the tokens, and the source token to which each target token attends most."""
     prefix: str | None = None
     """Text that every translation starts with."""
     prefixes: Path | None = None
-    """File with the text that each translation starts with, a line per line of stdin. Empty lines leave it free."""
+    """File with the start of each translation, one line per line of stdin. Empty lines set no start."""
     ensemble: tuple[Path, ...] = ()
-    """More runs with equal tokenizers, whose token probabilities are averaged with those of RUN."""
+    """More runs with equal tokenizers. The token probabilities are averaged with those of RUN."""
     decoding: Annotated[DecodingFlags, arg(name="")] = field(default_factory=DecodingFlags)
     sample: bool = False
-    """Sample each token at random instead of searching for the most probable translation."""
+    """Sample each token instead of searching for the most probable translation."""
     sampling: Annotated[SamplingFlags, arg(name="")] = field(default_factory=SamplingFlags)
     seed: int | None = None
-    """Seed of --sample. A seed gives equal samples for equal lines at equal places. None takes 0."""
+    """Seed of --sample. Samples depend on the seed, the line and its number. None uses 0."""
     cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
         """Reject flags that have no effect together."""
         for_sampling = [*given(self.sampling), *(["seed"] if self.seed is not None else [])]
-        search_only = ("beam_size", "alpha", "length_penalty", "stopping")
-        for_search = [name for name in given(self.decoding) if name in search_only]
+        for_search = given(self.decoding).keys() & {"beam_size", "alpha", "length_penalty", "stopping"}
         if for_sampling and not self.sample:
             raise UserError(f"{flag_of(for_sampling[0])} needs --sample")
         if for_search and self.sample:
-            raise UserError(f"{flag_of(for_search[0])} configures the search, and --sample does not search")
+            raise UserError(f"{flag_of(min(for_search))} configures the search, and --sample does not search")
         if self.alignment and self.format != "jsonl":
             raise UserError("--alignment needs --format jsonl")
         if self.prefix is not None and self.prefixes is not None:
@@ -78,78 +76,74 @@ class Translate:
                 raise UserError("standard output is closed. translate writes translations to it, such as with > FILE")
             is_typed = not shared and sys.stdin.isatty()
             if self.prefixes is not None and is_typed:
-                usage_error("translate", "--prefixes needs lines from a file on stdin; use --prefix in a conversation")
+                raise UsageError("--prefixes needs lines from a file on stdin; use --prefix in a conversation")
             from transformer_jax.data.files import read_lines
             from transformer_jax.decoding.translator import Translator
 
-            listed = None if self.prefixes is None else read_lines(self.prefixes)
+            prefixes = None if self.prefixes is None else read_lines(self.prefixes)
             translator = Translator.load(self.run_folder, ensemble=self.ensemble, **given(self.decoding))
             if is_typed:
-                self._converse(translator)
-            else:
-                self._translate(translator, listed, shared)
+                for number, line in enumerate(_typed_lines()):
+                    self._translate(translator, [line], first_line=number)
+                return
+            lines = on_main_process(lambda: _stdin_lines(sys.stdin.buffer))()
+            self._translate(translator, lines, prefixes, shared=shared)
 
-    def _converse(self, translator: "Translator") -> None:
-        """Answer each line as it is typed."""
-        for number, line in enumerate(_typed_lines()):
-            options = self._options(1, None) | {"first_line": number}
-            found = translator.translate_n_best([line], self.n_best, **options)
-            self._write(number, line, found[0], _alignments(translator, [line], found, self.alignment)[0])
-            sys.stdout.buffer.flush()
-
-    def _translate(self, translator: "Translator", listed: Sequence[str] | None, shared: bool) -> None:
-        """Translate stdin; with `shared`, several processes do it together."""
-        lines = on_main_process(lambda: _stdin_lines(sys.stdin.buffer))()
-        progress = _Progress(len(lines), enabled=is_main_process() and not shared)
-        options = self._options(len(lines), listed) | {"shared": shared, "progress": progress}
-        found = translator.translate_n_best(lines, self.n_best, **options)
+    def _translate(
+        self,
+        translator: "Translator",
+        lines: Sequence[str],
+        prefixes: Sequence[str] | None = None,
+        *,
+        first_line: int = 0,
+        shared: bool = False,
+    ) -> None:
+        """Write the translations of lines to stdout. With `shared`, several processes translate them."""
+        found = translator.translate_n_best(
+            lines,
+            self.n_best,
+            prefixes=prefixes if self.prefix is None else [self.prefix] * len(lines),
+            sampling=Sampling(**given(self.sampling)) if self.sample else None,
+            seed=self.seed or 0,
+            first_line=first_line,
+            shared=shared,
+            progress=_Progress(len(lines), enabled=len(lines) > 1 and is_main_process() and not shared),
+        )
         if is_main_process():
-            aligned = _alignments(translator, lines, found, self.alignment)
-            for number, (line, hypotheses, alignments) in enumerate(zip(lines, found, aligned, strict=True)):
-                self._write(number, line, hypotheses, alignments)
+            aligned: Sequence[Sequence[Alignment]] = [[]] * len(lines)
+            if self.alignment:
+                from transformer_jax.decoding.alignment import align
+
+                aligned = align(translator, lines, found)
+            for number, line in enumerate(zip(lines, found, aligned, strict=True), first_line):
+                for text in self._output_lines(number, *line):
+                    sys.stdout.buffer.write(text.encode("utf-8", "replace") + b"\n")
         sys.stdout.buffer.flush()
 
-    def _options(self, count: int, listed: Sequence[str] | None) -> dict[str, Any]:
-        sampling = Sampling(**given(self.sampling)) if self.sample else None
-        return {"prefixes": self._prefixes(count, listed), "sampling": sampling, "seed": self.seed or 0}
-
-    def _prefixes(self, count: int, listed: Sequence[str] | None) -> Sequence[str] | None:
-        return listed if self.prefix is None else [self.prefix] * count
-
-    def _write(self, number: int, line: str, found: "Sequence[Hypothesis]", alignments: "Sequence[Alignment]") -> None:
-        """Write the translations of a line to stdout."""
-        if self.format == "jsonl":
-            names = ("text", "score", "log_prob", "num_tokens")
-            translations = [{name: getattr(hypothesis, name) for name in names} for hypothesis in found]
-            row: dict[str, Any] = {"line": number, "source": line}
-            if alignments:
-                row["source_tokens"] = alignments[0].source_tokens
-                for translation, alignment in zip(translations, alignments, strict=True):
-                    translation |= {"tokens": alignment.target_tokens, "alignment": alignment.pairs}
-            rows = [to_json(row | {"translations": translations})]
-        elif self.n_best == 1:
-            rows = [found[0].text]
-        else:
-            rows = [f"{number} ||| {hypothesis.text} ||| {hypothesis.score:.4f}" for hypothesis in found]
-        for text in rows:
-            sys.stdout.buffer.write(text.encode("utf-8", "replace") + b"\n")
-
-
-def _alignments(
-    translator: "Translator", lines: Sequence[str], found: "Sequence[Sequence[Hypothesis]]", wanted: bool
-) -> "list[list[Alignment]]":
-    """Return the alignments of each translation of each line; empty lists if they are not wanted."""
-    if not wanted:
-        return [[] for _ in lines]
-    from transformer_jax.decoding.alignment import align
-
-    return align(translator, lines, found)
+    def _output_lines(
+        self, number: int, line: str, found: "Sequence[Hypothesis]", alignments: "Sequence[Alignment]"
+    ) -> list[str]:
+        """Return the lines of output for one line of input."""
+        if self.format == "text":
+            if self.n_best == 1:
+                return [found[0].text]
+            return [f"{number} ||| {hypothesis.text} ||| {hypothesis.score:.4f}" for hypothesis in found]
+        row: dict[str, object] = {"line": number, "source": line}
+        translations: list[dict[str, object]] = [
+            {name: getattr(hypothesis, name) for name in ("text", "score", "log_prob", "num_tokens")}
+            for hypothesis in found
+        ]
+        if alignments:
+            row["source_tokens"] = alignments[0].source_tokens
+            for translation, alignment in zip(translations, alignments, strict=True):
+                translation |= {"tokens": alignment.target_tokens, "alignment": alignment.pairs}
+        return [to_json(row | {"translations": translations})]
 
 
 def _typed_lines() -> Iterator[str]:
     """Yield lines as they are typed, with a history on the arrow keys."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  what `input` edits lines with
+        import readline  # noqa: F401  with it `input` edits lines
     print("Type a line to translate it; Ctrl-D ends.", file=sys.stderr)
     prompt = "> " if sys.stdout.isatty() else ""  # `input` writes it to stdout, which may be a file
     while True:
@@ -161,7 +155,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 class _Progress:
-    """Logs the number of lines done, their rate and the time left, at most every ten seconds."""
+    """Log the number of translated lines, the rate and the remaining time, at most every ten seconds."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._total, self._enabled, self._done = total, enabled, 0
@@ -179,9 +173,9 @@ class _Progress:
 
 
 def _stdin_lines(stdin: BinaryIO) -> list[str]:
-    """Read the lines of stdin, which end at a newline alone.
+    """Read the lines of stdin. Only a newline ends a line.
 
-    A carriage return before the newline and a byte-order mark are dropped. Bytes that are not UTF-8 become U+FFFD.
+    A byte-order mark and carriage returns before newlines are removed. Bytes that are not UTF-8 become U+FFFD.
     """
     lines = stdin.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
