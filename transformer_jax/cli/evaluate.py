@@ -3,19 +3,16 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, arg, given
 from transformer_jax.cli.session import processes
 from transformer_jax.runtime.distributed import Cluster, is_main_process
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import JsonObject, to_json
 from transformer_jax.types import UserError
 
 if TYPE_CHECKING:
     from transformer_jax.data.pairs import Pairs
-
-Result = Mapping[str, Any]
-"""A JSON object of scores."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class Evaluate:
             options |= {"num_samples": self.bootstrap, "language": self.language, "output": self.output}
             self._print(evaluate_runs(self.runs, pairs, self.split or "test", **options))
 
-    def _print(self, results: Iterable[Result]) -> None:
+    def _print(self, results: Iterable[JsonObject]) -> None:
         from transformer_jax.evaluation.evaluate import difference_lines, result_lines
 
         first = None
@@ -90,8 +87,8 @@ class Evaluate:
                 print(*difference_lines(result, first), sep="\n")
             first = first or result
 
-    def _print_sweep(self, results: Iterable[Result]) -> None:
-        best: Result = {}
+    def _print_sweep(self, results: Iterable[JsonObject]) -> None:
+        best: JsonObject = {}
         for result in text_results(results, self.json):
             if not best:
                 runs = " + ".join(member["run"] for member in (result, *result.get("ensemble", ())))
@@ -160,7 +157,7 @@ class Average:
         print(f"{RunDir(self.run_folder).average}: the average of the steps {', '.join(map(str, steps))}")
 
 
-def text_results(results: Iterable[Result], as_json: bool) -> Iterator[Result]:
+def text_results(results: Iterable[JsonObject], as_json: bool) -> Iterator[JsonObject]:
     """Yield the results for process 0 to print as text. With `as_json`, print each as a JSON object, and yield none."""
     for result in results:  # every process computes them
         if not is_main_process():
