@@ -22,6 +22,7 @@ from transformer_jax.runtime.fields import (
     from_tree,
     require,
 )
+from transformer_jax.runtime.files import parse_json
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID, UserError
 
 FloatType = Literal["float32", "bfloat16", "float64"]
@@ -589,10 +590,7 @@ class Config:
             UserError: The text is not a JSON object, or a field or value in it is not legal. The message starts with
                 `origin`.
         """
-        try:
-            tree = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{origin}: not JSON: {error}") from error
+        tree = parse_json(text, origin)
         try:
             return from_tree(cls, _with_current_names(tree))
         except UserError as error:
@@ -629,7 +627,7 @@ RENAMED_VALUES = {
 """{(section, name now): {value in runs of format 1: value now}}."""
 
 
-def _with_current_names(tree: Any) -> Any:
+def _with_current_names(tree: object) -> object:
     """Return the JSON tree of a configuration with the fields and values of earlier formats renamed."""
     if not isinstance(tree, dict):
         return tree

@@ -1,6 +1,5 @@
 """Every file of a run that decides a result is checked: damage raises an error with the file, never other results."""
 
-import dataclasses
 import errno
 import io
 import os
@@ -23,11 +22,6 @@ from transformer_jax.types import UserError
 @pytest.fixture
 def run(tiny, tmp_path):
     return RunDir(tiny.copy(tmp_path / "run"))
-
-
-def with_steps(tiny, num_steps):
-    config = tiny.config
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=num_steps))
 
 
 def translate(run, checkpoint="last"):
@@ -95,7 +89,7 @@ def test_foreign_entries_in_checkpoints_are_ignored(run, tiny):
     for step in (5, 15):
         (run.checkpoints / f"{step}.old").mkdir()
         (run.checkpoints / f"{step}.tar").write_text("")
-    assert transformer_jax.train(with_steps(tiny, 5), run.path).step == 5
+    assert transformer_jax.train(tiny.config.with_changes(training={"num_steps": 5}), run.path).step == 5
     assert resolve_checkpoint(run, "last").name == "5"
     assert (run.checkpoints / "5.tar").exists()
 
@@ -157,7 +151,7 @@ def test_finished_run_on_read_only_file_system_can_be_read(run, tiny, read_only)
     with pytest.raises(UserError, match=r"average: cannot be written: the run is read-only"):
         average(run.path, last=2)
     with pytest.raises(UserError, match=r"run cannot be written, and the run is not finished"):
-        transformer_jax.train(with_steps(tiny, 6), run.path)
+        transformer_jax.train(tiny.config.with_changes(training={"num_steps": 6}), run.path)
     with pytest.raises(UserError, match="cannot be written: Read-only file system"):
         save_params(run.average, {"w": 1})
 
@@ -177,7 +171,7 @@ SPECIAL_NAMES = [
 def test_run_in_a_folder_with_special_characters(tiny, tmp_path, name):
     folder = Path(f"/{tmp_path}") / "run" if name == "two leading slashes" else tmp_path / name
     run = RunDir(tiny.copy(folder))
-    assert transformer_jax.train(with_steps(tiny, 5), folder).step == 5
+    assert transformer_jax.train(tiny.config.with_changes(training={"num_steps": 5}), folder).step == 5
     assert translate(run) == translate(run, "5")
     assert average(folder, last=2)
     translate(run, "average")

@@ -1,6 +1,5 @@
 """Runs written by earlier versions load and resume bit for bit, and translate as they did."""
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -76,9 +75,7 @@ def test_translations_are_unchanged(run):
 
 def test_resumed_training_does_not_depend_on_the_format(run, tmp_path):
     """The step after the checkpoint is the step of an uninterrupted run, whichever version wrote the checkpoint."""
-    config = run.load_config()
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, test=""))
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3))
+    config = run.load_config().with_changes(data={"test": ""}, training={"num_steps": 3})
     outcome = transformer_jax.train(config, run.path)
     assert outcome.step == 3
     other = RunDir(tmp_path / "other")

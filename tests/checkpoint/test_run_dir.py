@@ -1,7 +1,6 @@
 """The run folder: which configurations may resume it, writes that fail at any moment, and its lock."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import socket
@@ -14,7 +13,7 @@ from failing_writes import fail_after
 
 from transformer_jax.checkpoint import manifest, run_dir
 from transformer_jax.checkpoint.run_dir import RunDir, locked, truncate_after
-from transformer_jax.config import Config, TrainingConfig
+from transformer_jax.config import Config
 from transformer_jax.types import UserError
 
 CONFIG = Config(model=MODEL)
@@ -28,18 +27,14 @@ def run(tmp_path):
     return run
 
 
-def changed(section, **values):
-    return dataclasses.replace(CONFIG, **{section: dataclasses.replace(getattr(CONFIG, section), **values)})
-
-
 @pytest.mark.parametrize(
     "config",
     [
         CONFIG,
-        changed("training", num_steps=5),
-        changed("training", log_every=7, keep_checkpoints=9, mesh_fsdp=2, accumulate=2),
-        changed("decoding", beam_size=1),
-        changed("data", prefetch=1),
+        CONFIG.with_changes(training={"num_steps": 5}),
+        CONFIG.with_changes(training={"log_every": 7, "keep_checkpoints": 9, "mesh_fsdp": 2, "accumulate": 2}),
+        CONFIG.with_changes(decoding={"beam_size": 1}),
+        CONFIG.with_changes(data={"prefetch": 1}),
     ],
 )
 def test_fields_that_change_no_step_may_change(run, config):
@@ -48,8 +43,8 @@ def test_fields_that_change_no_step_may_change(run, config):
 
 
 def test_another_configuration_raises_with_its_fields(run):
-    other = dataclasses.replace(
-        changed("model", d_ff=64, norm_position="pre"), training=TrainingConfig(seed=3, num_steps=5)
+    other = CONFIG.with_changes(
+        model={"d_ff": 64, "norm_position": "pre"}, training={"seed": 3, "num_steps": 5, "log_every": 7}
     )
     with pytest.raises(UserError) as error:
         run.open_for_training(other)

@@ -1,6 +1,5 @@
 """Scores of given pairs against the model applied to one pair at a time, and against the scores of the search."""
 
-import dataclasses
 import json
 
 import pytest
@@ -49,8 +48,7 @@ def test_greedy_score_is_log_probability_divided_by_penalty(translator, penalty)
 
 
 def test_source_bos_scores_equal_ids_by_hand(translator, score_by_hand):
-    config = translator.config
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, source_bos=True))
+    config = translator.config.with_changes(model={"source_bos": True})
     with_bos = Translator(config, translator.params, translator.tokenizers)
     scores = zip(score_pairs(with_bos, PAIRS), score_pairs(translator, PAIRS), strict=True)
     for (score, plain), source, target in zip(scores, PAIRS.source, PAIRS.target, strict=True):

@@ -2,7 +2,6 @@
 
 import codecs
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import Pairs, Split, clean_sentence, column_names
+from transformer_jax.runtime.files import parse_json
 from transformer_jax.types import UserError
 
 
@@ -78,10 +78,7 @@ def read_jsonl(config: DataConfig, split: Split) -> Pairs:
     sides: tuple[list[str], list[str]] = ([], [])
     for number, line in enumerate(_numbered_lines(path), 1):
         where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON: {error}") from error
+        row = parse_json(line, where)
         if isinstance(row, dict) and isinstance(row.get("translation"), dict):
             row = row["translation"]
         if not isinstance(row, dict):

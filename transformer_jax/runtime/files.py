@@ -48,7 +48,11 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 def read_json(path: Path) -> JsonObject:
     """Return the JSON object in a UTF-8 file, or raise UserError if it cannot be read or holds something else."""
-    return _parse_object(read_text(path), path)
+    text = read_text(path)
+    tree = parse_json(text, path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: not a JSON object: {text[:40]!r}")
+    return tree
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
@@ -56,22 +60,21 @@ def read_json_lines(path: Path) -> list[JsonObject]:
 
     A missing file has no lines; one that exists and cannot be read raises UserError.
     """
-    rows: list[JsonObject] = []
     text = read_text(path, errors="replace") if path.exists() else ""
+    rows: list[object] = []
     for line in text.split("\n"):  # not splitlines(): a JSON string may contain other line separators
         with suppress(UserError):
-            rows.append(_parse_object(line, path))
-    return rows
+            rows.append(parse_json(line, path))
+    return [row for row in rows if isinstance(row, dict)]
 
 
-def _parse_object(text: str, path: Path) -> JsonObject:
+def parse_json(text: str, origin: str | Path) -> object:
+    """Return the value of JSON text, or raise a UserError that names the origin of the text."""
     try:
-        tree = json.loads(text)
+        value: object = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: not a JSON object: {text[:40]!r}")
-    return tree
+        raise UserError(f"{origin}: not JSON: {error}") from error
+    return value
 
 
 def to_json(tree: object, indent: int | None = None) -> str:
