@@ -9,23 +9,12 @@ import pytest
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.interop.tables import flatten, unflatten
-from transformer_jax.parity.compare import compare_layers, random_batches, random_params
+from transformer_jax.parity.compare import AGAINST, compare_layers, random_batches, random_params
 from transformer_jax.parity.this_side import Masks, Side, convert_source
 
 # Odd shapes; encoder and decoder differ.
 SIZES = {"vocab_size": 19, "d_model": 12, "num_heads": 2, "d_ff": 20, "decoder_num_heads": 3, "decoder_d_ff": 12}
 PAPER = ModelConfig(**SIZES, num_layers=2, decoder_num_layers=1, attention_bias=True, logits_bias=True)
-CONFIGS = {
-    "torch": PAPER,
-    "annotated": dataclasses.replace(PAPER, norm_position="pre", final_norm=True, norm_variant="unbiased_std"),
-    "fairseq": dataclasses.replace(
-        PAPER, norm_epsilon=1e-5, positions="halves", position_exponent="tensor2tensor", position_offset=2,
-        bos_id=0, pad_id=1, decoder_start="eos", logits_bias=False,
-    ),
-    "marian": dataclasses.replace(
-        PAPER, norm_epsilon=1e-5, positions="halves", decoder_start="pad", activation="swish"
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +93,7 @@ def test_source_is_converted_between_conventions():
     ],
 )
 def test_conventions_of_the_paper_are_named_against_other_peers(against, place, changes, peers):
-    config = CONFIGS[against]
+    config = peers.PEERS[against].default
     params, ours = random_params(config), dataclasses.replace(config, **changes)
     first, cause = found(Side(ours, params), peers.make_oracle(against, config, params))
     assert first == place
@@ -299,9 +288,9 @@ def test_field_is_named_with_the_place_where_a_differing_weight_shows(peers):
     assert cause == f"{other_has(PAPER, ours, 'position_offset')}; after that the sides diverge at {ATTENTION}"
 
 
-@pytest.mark.parametrize("against", CONFIGS)
+@pytest.mark.parametrize("against", AGAINST)
 def test_equal_models_have_no_divergence(against, peers):
-    config = CONFIGS[against]
+    config = peers.PEERS[against].default
     params = random_params(config)
     oracle = peers.make_oracle(against, config, params)
     layers, *causes = compare_layers(Side(config, params), oracle, random_batches(config, 1)[0])

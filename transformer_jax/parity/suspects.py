@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # it imports torch
 
 Change = Mapping[str, object]
 """Values of fields of `ModelConfig`."""
+Suspect = tuple[str, Side]
+"""A sentence that names a cause, and this side changed as if the sentence were true."""
 
 _HEADS = (1, 2, 4, 8, 16)
 _NORM_POSITIONS = ("post", "pre")
@@ -64,15 +66,6 @@ PROJECTIONS = ("query", "key", "value")
 _FIELDS = tuple(dict.fromkeys((*itertools.chain(*CONVENTIONS.values()), *BIASES.values(), *POSITIONS)))
 
 
-class Suspect(NamedTuple):
-    """A change to this side that may be the cause of a divergence."""
-
-    cause: str
-    """Sentence that names the cause."""
-    side: Side
-    """This side with the change."""
-
-
 def find_cause(
     side: Side, oracle: "Oracle", layers: Sequence[Difference], measure: Callable[[Side], Sequence[Difference]]
 ) -> str | None:
@@ -92,13 +85,13 @@ def find_cause(
         return None
     order = [item.name for item in layers]
     best, reached, tried = None, order.index(first), dict[str, None]()
-    for suspect in suspects(side, oracle.config, oracle.params(), first):
-        tried[suspect.cause.partition(":")[0]] = None
-        place = first_divergence(measure(suspect.side))
+    for cause, changed in suspects(side, oracle.config, oracle.params(), first):
+        tried[cause.partition(":")[0]] = None
+        place = first_divergence(measure(changed))
         if place is None:
-            return suspect.cause
+            return cause
         if place in order[reached + 1 :]:
-            best, reached = f"{suspect.cause}; after that the sides diverge at {place}", order.index(place)
+            best, reached = f"{cause}; after that the sides diverge at {place}", order.index(place)
     return best or f"none found; tried without success: {', '.join(tried)}"
 
 
@@ -109,7 +102,7 @@ def suspects(side: Side, other: ModelConfig, donor: Arrays, first: str) -> Itera
     yield from _conventions(side, donor, _values(fields, other))
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(side.params).items()}
     for cause, change in _weights(leaves, donor, first):
-        yield Suspect(cause, dataclasses.replace(side, params=unflatten(leaves | change)))
+        yield cause, dataclasses.replace(side, params=unflatten(leaves | change))
     changes = _values({BIASES[first]: (False, True)}, other) if first in BIASES else []
     if first == "encoder/embedding":
         offsets = (other.position_offset, *POSITIONS["position_offset"], side.config.pad_id + 1)
@@ -147,7 +140,7 @@ def _conventions(side: Side, donor: Arrays, changes: Iterable[Change]) -> Iterat
             f"model.{name}: the other side has {value!r}, this one {getattr(side.config, name)!r}"
             for name, value in change.items()
         )
-        yield Suspect(cause, dataclasses.replace(side, config=config, params=params))
+        yield cause, dataclasses.replace(side, config=config, params=params)
 
 
 def _fitted(params: Params, config: ModelConfig, donor: Arrays) -> Params:
@@ -170,7 +163,7 @@ def _masks(side: Side, first: str) -> Iterator[Suspect]:
             masks = side.masks._replace(**dict.fromkeys(names, not min(on)))
             ours, theirs = ("one", "none") if min(on) else ("none", "one")
             cause = f"{what}: this side has {ours}, the other {theirs}"
-            yield Suspect(cause, dataclasses.replace(side, masks=masks))
+            yield cause, dataclasses.replace(side, masks=masks)
 
 
 def _weights(leaves: Arrays, donor: Arrays, first: str) -> Iterator[tuple[str, Arrays]]:
