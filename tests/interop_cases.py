@@ -1,4 +1,8 @@
-"""Models of odd shapes with random weights, and the batch they are compared on."""
+"""Models of odd shapes with random weights, the batch they are compared on, and damage to foreign files."""
+
+import json
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +21,51 @@ REAL = TGT_IN != 0
 
 
 def odd(**changes):
-    """A ModelConfig of odd shapes."""
+    """Return a ModelConfig of odd shapes."""
     return ModelConfig(**({"vocab_size": 23, "norm_epsilon": 1e-5, "max_length": 40} | ODD | changes))
 
 
 def random_params(config, seed=0):
-    """Every parameter random, those too that start as zeros or ones."""
+    """Return random values for every parameter, also for those that start as zeros or ones."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(leaf.dtype), abstract_params(config))
 
 
 def logits(config, params, src=SRC, tgt_in=TGT_IN):
-    """Of our model, at real positions."""
+    """Return this package's logits at every position that is not padding, and at the first one."""
     params = jax.tree.map(jnp.asarray, params)
     found = Transformer(config).apply({"params": params}, jnp.asarray(src), jnp.asarray(tgt_in))
-    return np.asarray(found)[tgt_in != config.pad_id]
+    return np.asarray(found)[real(tgt_in, config.pad_id)]
+
+
+def real(tgt_in, pad_id):
+    """Return which positions are compared. The first is, whatever its id: the decoder may start from padding."""
+    return (tgt_in != pad_id) | (np.arange(tgt_in.shape[1]) == 0)
 
 
 def assert_same_trees(one, other):
-    """Bit for bit."""
+    """Assert that two trees are equal bit for bit."""
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for left, right in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(left, right)
         assert left.dtype == right.dtype
+
+
+def copy_files(source, target):
+    """Copy the files of a folder into another one, and return it."""
+    return shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def change_json(path, **changes):
+    """Change fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class Malicious:
+    """A pickle that creates a folder if it is executed."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)

@@ -1,10 +1,10 @@
 """Random Marian folders as transformers writes them, and what its `generate` makes of a sentence."""
 
-import dataclasses
 import io
 import json
 
 import numpy as np
+from interop_cases import logits, real
 
 from transformer_jax.decoding.translator import Translator
 
@@ -88,9 +88,7 @@ def make_folder(folder, separate=False, std=1.0, **changes):
 
 def with_decoding(imported, **decoding):
     """A Translator of what was imported, with other settings."""
-    config = dataclasses.replace(
-        imported.config, decoding=dataclasses.replace(imported.config.decoding, max_length_offset=EXTRA, **decoding)
-    )
+    config = imported.config.with_changes(decoding={"max_length_offset": EXTRA, **decoding})
     return Translator(config, imported.params, imported.tokenizers)
 
 
@@ -124,30 +122,24 @@ def compare_outputs(translator, model, tokenizer, lines, **settings):
     return differing, worst
 
 
-def marian_logits(model, src, tgt_in, pad_id):
-    """Of transformers, at real positions; the first one is real whatever its id."""
+def assert_same_logits(config, params, model):
+    """Assert that a `MarianMTModel` computes this package's logits for random sentences with padding."""
     import torch
 
-    real = tgt_in != pad_id
-    real[:, 0] = True
-    src, tgt = torch.tensor(src), torch.tensor(tgt_in)
-    with torch.no_grad():
-        found = model(
-            input_ids=src,
-            attention_mask=(src != pad_id).long(),
-            decoder_input_ids=tgt,
-            decoder_attention_mask=torch.tensor(real).long(),
-        ).logits
-    return found.numpy()[real], real
-
-
-def batch(source_rows, target_rows, pad_id, start_id, eos_id=0):
-    """Random source and target ids, with padding."""
     rng = np.random.default_rng(1)
-    allowed = [np.array([i for i in range(rows) if i not in (pad_id, eos_id)]) for rows in (source_rows, target_rows)]
-    src, tgt = (rng.choice(ids, (3, 7)).astype(np.int32) for ids in allowed)
-    tgt[:, 0] = start_id
+    rows = (config.source_rows, config.vocab_size)
+    words = [[i for i in range(n) if i not in (config.pad_id, config.eos_id)] for n in rows]
+    src, tgt = (rng.choice(ids, (3, 7)).astype(np.int32) for ids in words)
+    tgt[:, 0] = config.start_id
     for row, length in enumerate((7, 5, 2)):
-        src[row, length - 1 :], tgt[row, length:] = pad_id, pad_id
-        src[row, length - 1] = eos_id
-    return src, tgt
+        src[row, length - 1 :], tgt[row, length:] = config.pad_id, config.pad_id
+        src[row, length - 1] = config.eos_id
+    at = real(tgt, config.pad_id)
+    with torch.no_grad():
+        expected = model(
+            input_ids=torch.tensor(src),
+            attention_mask=torch.tensor(src != config.pad_id).long(),
+            decoder_input_ids=torch.tensor(tgt),
+            decoder_attention_mask=torch.tensor(at).long(),
+        ).logits
+    np.testing.assert_allclose(logits(config, params, src, tgt), expected.numpy()[at], rtol=0, atol=1e-5)

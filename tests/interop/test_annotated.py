@@ -9,8 +9,8 @@ from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.interop.convert import import_run
-from transformer_jax.interop.tables import flatten, unflatten
-from transformer_jax.interop.torch_format import OPUS_BOOKS, annotated_from_params, params_from_annotated
+from transformer_jax.interop.tables import flatten, from_foreign, to_foreign, unflatten
+from transformer_jax.interop.torch_format import ANNOTATED, OPUS_BOOKS
 from transformer_jax.types import SPECIAL_TOKENS, UserError
 
 CONVENTIONS = {
@@ -87,37 +87,37 @@ class Teaching:
 def test_teaching_model_equals_its_formulas(bias):
     config = odd(**CONVENTIONS | {"attention_bias": bias})
     params = random_params(config)
-    state = annotated_from_params(params, config, OPUS_BOOKS)
+    state = to_foreign(params, OPUS_BOOKS, config)
     theirs = Teaching(state, 3)(SRC, TGT_IN, (2, 3))[REAL]
     np.testing.assert_allclose(logits(config, params), theirs, atol=2e-5, rtol=1e-5)
-    assert_same_trees(params_from_annotated(state, config), params)
+    assert_same_trees(from_foreign(state, OPUS_BOOKS, config), params)
 
 
 def test_norms_of_one_number():
     """Early versions have one scale and one shift for all columns."""
-    state = annotated_from_params(random_params(CONFIG), CONFIG, OPUS_BOOKS)
+    state = to_foreign(random_params(CONFIG), OPUS_BOOKS, CONFIG)
     state = {name: value[:1] if ".norm." in name else value for name, value in state.items()}
     theirs = Teaching(state, 3)(SRC, TGT_IN, (2, 3))[REAL]
-    np.testing.assert_allclose(logits(CONFIG, params_from_annotated(state, CONFIG)), theirs, atol=2e-5, rtol=1e-5)
+    np.testing.assert_allclose(logits(CONFIG, from_foreign(state, OPUS_BOOKS, CONFIG)), theirs, atol=2e-5, rtol=1e-5)
 
 
 def test_annotated_names_come_back():
     params = random_params(CONFIG)
-    state = annotated_from_params(params, CONFIG)
+    state = to_foreign(params, ANNOTATED, CONFIG)
     assert state["decoder.layers.2.src_attn.linears.3.weight"].shape == (12, 12)
     assert state["encoder.layers.1.sublayer.1.norm.a_2"].shape == (12,)
-    assert_same_trees(params_from_annotated(state, CONFIG), params)
+    assert_same_trees(from_foreign(state, ANNOTATED, CONFIG), params)
 
 
 def test_stored_positions_are_compared():
     from transformer_jax.model.positional import sinusoids
 
     params = random_params(CONFIG)
-    state = annotated_from_params(params, CONFIG)
+    state = to_foreign(params, ANNOTATED, CONFIG)
     table = sinusoids(50, 12).astype(np.float32)[None]
-    assert_same_trees(params_from_annotated(state | {"src_embed.1.pe": table}, CONFIG), params)
+    assert_same_trees(from_foreign(state | {"src_embed.1.pe": table}, ANNOTATED, CONFIG), params)
     with pytest.raises(UserError, match=r"src_embed.1.pe is not the position table"):
-        params_from_annotated(state | {"src_embed.1.pe": table[:, 1:]}, CONFIG)
+        from_foreign(state | {"src_embed.1.pe": table[:, 1:]}, ANNOTATED, CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_stored_positions_are_compared():
 def test_other_conventions_are_rejected(changes):
     config = odd(**CONVENTIONS | changes)
     with pytest.raises(UserError, match=f"annotated cannot express this model: .*{next(iter(changes))}"):
-        params_from_annotated({}, config)
+        from_foreign({}, ANNOTATED, config)
 
 
 def greedy_ids(model, source, limit, start_id, end_id, torch):
@@ -157,7 +157,7 @@ def test_model_trained_with_source_bos_translates_its_own_greedy_lines(optional_
     leaves["target_embedding/table"] = leaves["target_embedding/table"] / 12
     leaves["logits_bias"][2] += 1
     params = unflatten(leaves)
-    load_numpy(model, annotated_from_params(params, config))
+    load_numpy(model, to_foreign(params, ANNOTATED, config))
     torch.save(model.state_dict(), tmp_path / "model.pt")
 
     with pytest.raises(UserError, match=r"cannot show num_heads, source_bos\. State --num-heads .*; --source-bos"):
@@ -186,7 +186,7 @@ def test_annotated_model_with_a_configuration_without_source_bos_logs_a_warning(
     config = odd(**CONVENTIONS | {"source_vocab_size": None, "vocab_size": 22})
     pair = TokenizerPair(*[WordTokenizer("word", [*SPECIAL_TOKENS, *(f"w{i}" for i in range(18))])] * 2)
     pair.save(tmp_path / "tokenizer")
-    state = annotated_from_params(random_params(config), config)
+    state = to_foreign(random_params(config), ANNOTATED, config)
     torch.save({name: torch.tensor(value) for name, value in state.items()}, tmp_path / "model.pt")
     whole = Config(model=config, data=DataConfig(max_length=30))
     import_run(tmp_path / "model.pt", "annotated", tmp_path / "run", config=whole)

@@ -88,7 +88,7 @@ def test_flag_of_older_files_for_source_bos_is_read(tmp_path):
     write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["add_source_bos"] is True
-    variables = {name: np.array(value) for name, value in read_model_file(tmp_path / "model.bin").variables.items()}
+    variables = {name: np.array(value) for name, value in read_model_file(tmp_path / "model.bin").items()}
     write_model_file(tmp_path / "model.bin", variables | {"with_source_bos": np.array(1, np.int8)}, {})
     del settings["add_source_bos"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -98,7 +98,7 @@ def test_flag_of_older_files_for_source_bos_is_read(tmp_path):
 def test_tied_tables_are_stored_once(tmp_path):
     config, params, pair = run("paper")
     write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
-    variables = read_model_file(tmp_path / "model.bin").variables
+    variables = read_model_file(tmp_path / "model.bin")
     table = variables["decoder/embeddings/weight"]
     assert variables["decoder/projection/weight"] is table
     assert variables["encoder/embeddings_0/weight"] is table

@@ -12,7 +12,8 @@ from interop_cases import assert_same_trees
 
 from transformer_jax import cli
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.interop.fairseq_format import fairseq_from_params, params_from_fairseq, read_fairseq
+from transformer_jax.interop.fairseq_format import FAIRSEQ, read_fairseq
+from transformer_jax.interop.tables import from_foreign, to_foreign
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError
 
@@ -90,8 +91,8 @@ def test_logits_equal(torch, fsmt, write):
     model = imported.config.model
     assert (model.residual_dropout, model.decoder_start, model.position_offset) == (0.2, "eos", 2)
     assert imported.config.data.source_language == "de"
-    written = fairseq_from_params(imported.params, model)
-    assert_same_trees(params_from_fairseq(written, model), imported.params)
+    written = to_foreign(imported.params, FAIRSEQ, model)
+    assert_same_trees(from_foreign(written, FAIRSEQ, model), imported.params)
 
 
 def test_first_token_is_never_eos(torch, fsmt, write):
@@ -221,12 +222,15 @@ def test_truncated_checkpoint_is_rejected(fsmt, write):
     [
         ({"adaptive_input": True}, "the setting adaptive_input is True"),
         ({"layernorm_embedding": True}, "the setting layernorm_embedding is True"),
-        ({"encoder_normalize_before": True}, "encoder_normalize_before is True and decoder_normalize_before is False"),
+        (
+            {"encoder_normalize_before": True},
+            "decoder_normalize_before is missing; only the value of encoder_normalize_before",
+        ),
         ({"encoder_layers": 3}, r"encoder.layers.2.self_attn.q_proj.weight is missing"),
         ({"source_lang": None}, r"name no source_lang and target_lang.*dict.de.txt"),
         ({"share_all_embeddings": True}, "differ, and the model shares all embeddings"),
         ({"encoder_attention_heads": None}, "the setting encoder_attention_heads is missing"),
-        ({"decoder_attention_heads": 2.0}, "the setting decoder_attention_heads is 2.0; a value of type int"),
+        ({"decoder_attention_heads": 2.0}, "the setting decoder_attention_heads is 2.0; only an integer of at least 0"),
         ({"encoder_normalize_before": "False"}, "the setting encoder_normalize_before is 'False'"),
         ({"encoder": argparse.Namespace(layers=2)}, "the settings encoder are tables"),
         ({"source_lang": "fr"}, "dict.fr.txt: cannot be read: No such file"),

@@ -1,19 +1,13 @@
 """Marian folders as transformers saves them: the same ids, logits and translations as `MarianMTModel`."""
 
-import dataclasses
-import json
 import re
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from interop_cases import assert_same_trees
-from marian_cases import LINES, batch, compare_outputs, generated, make_folder, marian_logits, with_decoding
+from interop_cases import assert_same_trees, change_json, copy_files
+from marian_cases import LINES, assert_same_logits, compare_outputs, generated, make_folder, with_decoding
 
 from transformer_jax.config import Config, DecodingConfig
 from transformer_jax.interop.marian_format import read_marian, write_marian
-from transformer_jax.model.transformer import Transformer
 from transformer_jax.types import UserError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -43,22 +37,13 @@ def folder(transformers, tmp_path_factory):
     return path
 
 
-def assert_same_logits(imported, model):
-    config = imported.config.model
-    src, tgt = batch(config.source_rows, config.vocab_size, config.pad_id, config.start_id, config.eos_id)
-    expected, real = marian_logits(model, src, tgt, config.pad_id)
-    params = jax.tree.map(jnp.asarray, imported.params)
-    found = Transformer(config).apply({"params": params}, jnp.asarray(src), jnp.asarray(tgt))
-    np.testing.assert_allclose(np.asarray(found)[real], expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("tie", TIES)
 def test_logits(transformers, tmp_path, tie):
     model = make_folder(tmp_path, std=0.3, **TIES[tie])
     imported = read_marian(tmp_path)
     assert imported.config.model.tie_embeddings == tie.partition(",")[0]
     assert imported.config.tokenizer.joint == (not TIES[tie].get("separate", False))
-    assert_same_logits(imported, model)
+    assert_same_logits(imported.config.model, imported.params, model)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +60,7 @@ def test_settings(transformers, tmp_path, changes):
     imported = read_marian(tmp_path)
     start = {0: "eos", 5: "bos"}.get(changes.get("decoder_start_token_id"), "pad")
     assert imported.config.model.decoder_start == start
-    assert_same_logits(imported, model)
+    assert_same_logits(imported.config.model, imported.params, model)
 
 
 def test_configuration(folder):
@@ -101,7 +86,7 @@ def test_tokenizers(folder, transformers):
 
 def test_spaces_before_punctuation(folder, transformers, tmp_path):
     """Folders that were saved by transformers 4 ask for the clean-up."""
-    copy(folder, tmp_path)
+    copy_files(folder, tmp_path)
     change_json(tmp_path / "tokenizer_config.json", clean_up_tokenization_spaces=True)
     imported = read_marian(tmp_path)
     assert imported.tokenizers.source.clean_up
@@ -126,7 +111,7 @@ def test_greedy_search(transformers, tmp_path, separate):
 def test_beam_search(folder, transformers, tmp_path, alpha, renormalize_logits):
     model = transformers.MarianMTModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    copy(folder, tmp_path)
+    copy_files(folder, tmp_path)
     change_json(tmp_path / "generation_config.json", renormalize_logits=renormalize_logits, length_penalty=alpha)
     settings = {"num_beams": 4, "length_penalty": alpha, "renormalize_logits": renormalize_logits}
     differing, worst = compare_outputs(with_decoding(read_marian(tmp_path)), model, tokenizer, LINES, **settings)
@@ -139,7 +124,7 @@ def test_forbidden_ids(folder, transformers, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = generated(model, tokenizer, LINES[0], num_beams=1)[1]
     forbidden = sorted(set(ids) - {0})[:4]
-    copy(folder, tmp_path)
+    copy_files(folder, tmp_path)
     change_json(tmp_path / "config.json", bad_words_ids=[[forbidden[0]], [0]])
     change_json(tmp_path / "generation_config.json", bad_words_ids=None, suppress_tokens=forbidden[1:])
     imported = read_marian(tmp_path)
@@ -161,7 +146,7 @@ def test_pytorch_model_bin(folder, transformers, tmp_path):
     import torch
 
     model = transformers.MarianMTModel.from_pretrained(folder)
-    copy(folder, tmp_path)
+    copy_files(folder, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     # As older releases wrote it: tied tables and tables of positions are there too.
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
@@ -170,36 +155,28 @@ def test_pytorch_model_bin(folder, transformers, tmp_path):
     assert_same_trees(read_marian(tmp_path).params, read_marian(folder).params)
 
 
-def test_an_imported_model_is_exported_again(folder, transformers, tmp_path):
-    imported = read_marian(folder)
-    write_marian(tmp_path, imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
-    again = read_marian(tmp_path)
+@pytest.mark.parametrize("separate", [False, True])
+def test_imported_model_is_exported_again(transformers, tmp_path, separate):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for path in (first, second):
+        path.mkdir()
+    make_folder(first, separate)
+    imported = read_marian(first)
+    write_marian(second, imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
+    again = read_marian(second)
     assert_same_trees(again.params, imported.params)
-    assert same_but_for_the_limit(again.config, imported.config)
-    assert (tmp_path / "source.spm").read_bytes() == (folder / "source.spm").read_bytes()
-    model = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer(LINES).input_ids == transformers.AutoTokenizer.from_pretrained(folder)(LINES).input_ids
-    translator = with_decoding(imported)
-    assert compare_outputs(translator, model, tokenizer, LINES, num_beams=4)[0] == []
-
-
-def test_separate_vocabularies_are_exported_again(transformers, tmp_path):
-    (tmp_path / "first").mkdir()
-    (tmp_path / "second").mkdir()
-    make_folder(tmp_path / "first", separate=True)
-    imported = read_marian(tmp_path / "first")
-    write_marian(tmp_path / "second", imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
-    again = read_marian(tmp_path / "second")
-    assert_same_trees(again.params, imported.params)
-    assert same_but_for_the_limit(again.config, imported.config)
-    model = transformers.MarianMTModel.from_pretrained(tmp_path / "second").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "second")
-    assert compare_outputs(with_decoding(imported), model, tokenizer, LINES, num_beams=4)[0] == []
+    # `generate` has a limit of its own kind.
+    limit = {"max_length_offset": imported.config.decoding.max_length_offset}
+    assert again.config.with_changes(decoding=limit) == imported.config
+    assert (second / "source.spm").read_bytes() == (first / "source.spm").read_bytes()
+    model = transformers.MarianMTModel.from_pretrained(second).eval()
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(path) for path in (first, second)]
+    assert tokenizers[0](LINES).input_ids == tokenizers[1](LINES).input_ids
+    assert compare_outputs(with_decoding(imported), model, tokenizers[1], LINES, num_beams=4)[0] == []
 
 
 def test_a_small_limit_is_kept(folder, tmp_path):
-    copy(folder, tmp_path)
+    copy_files(folder, tmp_path)
     for settings, expected in (({"max_length": 30}, 29), ({"max_length": 512}, 128), ({"max_new_tokens": 7}, 7)):
         change_json(tmp_path / "generation_config.json", **settings)
         assert read_marian(tmp_path).config.decoding.max_length_offset == expected
@@ -207,20 +184,3 @@ def test_a_small_limit_is_kept(folder, tmp_path):
     assert read_marian(tmp_path).config.decoding == DecodingConfig(
         beam_size=1, alpha=1.0, length_penalty="power", stopping="huggingface", max_length_offset=128, max_source=64
     )
-
-
-def same_but_for_the_limit(one, other):
-    """Whether two configurations are equal; a limit of its own kind is written for transformers."""
-    decoding = dataclasses.replace(one.decoding, max_length_offset=other.decoding.max_length_offset)
-    return dataclasses.replace(one, decoding=decoding) == other
-
-
-def copy(folder, to):
-    """Copies the files of a folder."""
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-
-
-def change_json(path, **changes):
-    """Changes fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from interop_cases import Malicious, change_json, copy_files, random_params
 from marian_cases import make_folder
 
-from transformer_jax.interop.marian_format import read_marian
+from transformer_jax.config import ModelConfig
+from transformer_jax.interop.marian_format import marian_tensors, read_marian
 from transformer_jax.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,17 +28,11 @@ def original(optional_package, tmp_path_factory):
 
 @pytest.fixture
 def folder(original, tmp_path):
-    for file in original.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def change_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return copy_files(original, tmp_path)
 
 
 def setting(file, name, value):
-    return file, {name: value}, rf"{file}\.json: {name} is "
+    return file, {name: value}, rf"{file}\.json: the setting {name} is "
 
 
 REFUSALS = [
@@ -148,18 +144,8 @@ def test_other_position_tables_are_rejected(folder):
         tensors["model.encoder.embed_positions.weight"] = np.zeros((64, 12), np.float32)
 
     change_weights(folder, change)
-    with pytest.raises(UserError, match=r"encoder\.embed_positions\.weight \[64, 12\] is not Marian's position table"):
+    with pytest.raises(UserError, match=r"encoder\.embed_positions\.weight is not the position table"):
         read_marian(folder)
-
-
-class Executed:
-    """An object whose pickle creates a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -167,7 +153,7 @@ def test_a_pickle_with_code_is_not_executed(folder, zipped):
     import torch
 
     (folder / "model.safetensors").unlink()
-    state = {"final_logits_bias": torch.zeros(3), "made": Executed(folder / "made")}
+    state = {"final_logits_bias": torch.zeros(3), "made": Malicious(folder / "made")}
     torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
         read_marian(folder)
@@ -179,7 +165,8 @@ import json, re, sys, time
 from pathlib import Path
 import jax
 jax.config.update("jax_platforms", "cpu")
-from transformer_jax.interop.marian_format import read_marian
+from transformer_jax.config import ModelConfig
+from transformer_jax.interop.marian_format import marian_tensors, read_marian
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.transformer import count_parameters
 folder = Path(sys.argv[1])
@@ -202,27 +189,14 @@ print(json.dumps({"seconds": seconds, "bytes": size, "grown": 1024 * (after - be
 def test_a_large_import_is_quick_and_small(folder):
     from safetensors.numpy import save_file
 
-    vocab_size, d_model, inner = 60_000, 512, 2048
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= {"vocab_size": vocab_size, "decoder_vocab_size": vocab_size, "d_model": d_model}
+    model = ModelConfig(
+        vocab_size=60_000, norm_epsilon=1e-5, positions="halves", attention_bias=True, decoder_start="pad"
+    )
+    sizes = {"vocab_size": model.vocab_size, "decoder_vocab_size": model.vocab_size, "d_model": model.d_model}
     for stack in ("encoder", "decoder"):
-        settings |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": inner, f"{stack}_attention_heads": 8}
-    (folder / "config.json").write_text(json.dumps(settings))
-    rng = np.random.default_rng(0)
-
-    def random(*shape):
-        return rng.standard_normal(shape, np.float32)
-
-    tensors = {"model.shared.weight": random(vocab_size, d_model), "final_logits_bias": random(1, vocab_size)}
-    for stack, attentions in (("encoder", ("self_attn",)), ("decoder", ("self_attn", "encoder_attn"))):
-        for layer in (f"model.{stack}.layers.{i}" for i in range(6)):
-            shapes = {"fc1": (inner, d_model), "fc2": (d_model, inner)}
-            shapes |= {f"{name}.{p}_proj": (d_model, d_model) for name in attentions for p in ("q", "k", "v", "out")}
-            for name, shape in shapes.items():
-                tensors |= {f"{layer}.{name}.weight": random(*shape), f"{layer}.{name}.bias": random(shape[0])}
-            for name in ("final", *attentions):
-                tensors |= {f"{layer}.{name}_layer_norm.{part}": random(d_model) for part in ("weight", "bias")}
-    save_file(tensors, folder / "model.safetensors")
+        sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": model.d_ff, f"{stack}_attention_heads": model.num_heads}
+    change_json(folder / "config.json", **sizes)
+    save_file(marian_tensors(random_params(model), model), folder / "model.safetensors")
     done = subprocess.run([sys.executable, "-c", BIG, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -16,7 +16,7 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.interop.convert import export_run
 from transformer_jax.interop.ctranslate2_format import write_ctranslate2
-from transformer_jax.interop.marian_weights import marian_tensors
+from transformer_jax.interop.marian_format import marian_tensors
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.presets import load_recipe
 

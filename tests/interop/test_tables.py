@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from transformer_jax.config import Config
 from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.convert import import_run
-from transformer_jax.interop.mapping import check_mapping, read_mapping
-from transformer_jax.interop.proposal import propose_config
-from transformer_jax.interop.tables import Table, flatten, from_foreign, row, to_foreign, unflatten
+from transformer_jax.interop.exchange import propose_config
+from transformer_jax.interop.mapping import check_mapping, names, read_mapping
+from transformer_jax.interop.tables import Format, Row, flatten, from_foreign, to_foreign, unflatten
 from transformer_jax.interop.tensor_files import write_safetensors
-from transformer_jax.interop.torch_format import TABLE, params_from_torch, torch_from_params
+from transformer_jax.interop.torch_format import TORCH
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.types import SPECIAL_TOKENS, UserError
 
@@ -24,12 +25,12 @@ CONFIG = odd()
 
 
 def tensors():
-    return torch_from_params(random_params(CONFIG), CONFIG)
+    return to_foreign(random_params(CONFIG), TORCH, CONFIG)
 
 
 def message(found, config=CONFIG):
     with pytest.raises(UserError) as error:
-        params_from_torch(found, config, "FILE")
+        from_foreign(found, TORCH, config, "FILE")
     assert str(error.value).startswith("FILE does not fit the model: ")
     return str(error.value)
 
@@ -48,43 +49,34 @@ def test_all_that_is_missing_left_over_or_of_another_shape_is_listed():
     assert text.count(";") == 3
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_numbers_that_are_not_finite_are_rejected(value):
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda table: np.where(table == table[3, 4], np.nan, table), "holds numbers that are not finite"),
+        (lambda table: np.where(table == table[3, 4], np.inf, table), "holds numbers that are not finite"),
+        (lambda table: table * np.float64(1e300), "holds numbers that are not finite in float32"),
+        (lambda table: table.astype(np.int8), "holds int8"),
+        (lambda table: table + 1, "differs from the other tensors that are embedding/table"),
+    ],
+)
+def test_unusable_tensor_is_rejected(change, problem):
     found = tensors()
-    found["src_embed.weight"][3, 4] = value
-    assert "src_embed.weight holds numbers that are not finite" in message(found)
-
-
-def test_a_number_too_large_for_the_dtype_is_rejected():
-    found = tensors()
-    found["src_embed.weight"] = found["src_embed.weight"].astype(np.float64)
-    found["src_embed.weight"][3, 4] = 1e300
-    assert "src_embed.weight holds numbers that are not finite in float32" in message(found)
+    found["generator.weight"] = change(found["generator.weight"])
+    assert f"generator.weight {problem}" in message(found)
 
 
 def test_two_names_for_one_tensor_are_rejected():
     found = tensors()
     found["module.generator.weight"] = found["generator.weight"]
     with pytest.raises(UserError, match=r"generator.weight and module.generator.weight both mean"):
-        params_from_torch(found, CONFIG)
-
-
-def test_integers_are_rejected():
-    found = tensors() | {"generator.weight": np.zeros((23, 12), np.int8)}
-    assert "generator.weight holds int8" in message(found)
-
-
-def test_tied_tables_must_agree():
-    found = tensors()
-    found["generator.weight"] = found["generator.weight"] + 1
-    assert "generator.weight differs from the other tensors that are embedding/table" in message(found)
+        from_foreign(found, TORCH, CONFIG)
 
 
 def test_a_bias_that_the_model_lacks_may_be_there_only_as_zeros():
     found = tensors()
     name = "transformer.encoder.layers.0.self_attn.in_proj_bias"
     assert not found[name].any()
-    params_from_torch(found, CONFIG)
+    from_foreign(found, TORCH, CONFIG)
     found[name] = found[name] + 1
     assert f"{name} [36] is left over" in message(found)
 
@@ -94,7 +86,7 @@ def test_one_layer_too_many_is_left_over():
 
 
 def test_format_without_a_tensor_for_a_parameter_is_an_error():
-    table = Table(tuple(item for item in TABLE.rows if "logits_bias" not in item.ours))
+    table = Format("torch", tuple(item for item in TORCH.rows if "logits_bias" not in item.ours))
     config = odd(logits_bias=True)
     with pytest.raises(UserError, match="the format has no tensor for logits_bias"):
         to_foreign(random_params(config), table, config)
@@ -107,7 +99,7 @@ def test_layout_of_heads():
     config = odd(d_k=5, d_v=2)
     params = random_params(config)
     name = "encoder/layer_1/self_attention"
-    table = Table((row("a", f"{name}/query/kernel"), row("b", f"{name}/output/kernel")))
+    table = Format("test", (Row(("a",), (f"{name}/query/kernel",)), Row(("b",), (f"{name}/output/kernel",))))
     leaves = {path: leaf for path, leaf in flatten(params).items() if path.startswith((f"{name}/q", f"{name}/o"))}
     found = to_foreign(unflatten(leaves), table, config)
     query, output = leaves[f"{name}/query/kernel"], leaves[f"{name}/output/kernel"]
@@ -115,24 +107,6 @@ def test_layout_of_heads():
     assert found["b"].shape == (12, 3 * 2)
     assert found["a"][2 * 5 + 4, 7] == query[7, 2, 4]
     assert found["b"][9, 2 * 2 + 1] == output[2, 1, 9]
-
-
-def shortened(params):
-    """A state dict under other names, with fused query, key and value, and the mapping file for it."""
-    tensors = {"position.pe": sinusoids(3, 12)}
-    names = {"self_attention": "attn", "cross_attention": "cross", "feed_forward": "ff", "encoder": "enc"}
-    names |= {"decoder": "dec", "layer": "l", "inner": "up", "outer": "down", "kernel": "weight", "table": "weight"}
-    names |= {"scale": "gamma", "output": "out", "query": "q", "key": "k", "value": "v"}
-    for path, leaf in flatten(params).items():
-        axes = 2 if path.endswith("attention/output/kernel") else 1
-        flat = leaf.reshape(-1) if path.endswith("bias") else leaf
-        matrix = leaf.reshape(np.prod(leaf.shape[:axes]), -1).T if path.endswith("kernel") else flat
-        name = re.sub(r"[a-z_]+?(?=[/0-9]|_\d|$)", lambda word: names.get(word[0], word[0]), path)
-        tensors[name.replace("/", ".")] = matrix
-    for name in [name for name in tensors if ".q." in name]:
-        parts = [tensors.pop(name.replace(".q.", f".{letter}.")) for letter in "qkv"]
-        tensors[name.replace(".q.", ".qkv.")] = np.concatenate(parts)
-    return tensors
 
 
 SHORT_MAPPING = """
@@ -151,41 +125,39 @@ ignore = [".pe"]
 """
 
 
-def test_short_mapping_file_reads_modules_and_alternatives(tmp_path):
-    params = random_params(CONFIG)
-    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
-    table = read_mapping(tmp_path / "mapping.toml")
+def mapping_table(folder, text=SHORT_MAPPING):
+    """Write and read a mapping file."""
+    (folder / "mapping.toml").write_text(text)
+    return read_mapping(folder / "mapping.toml")
+
+
+def shortened(params):
+    """Return a state dict under the names of `SHORT_MAPPING`, without the biases that the model lacks."""
+    tensors = to_foreign(params, Format("mapping", names(tomllib.loads(SHORT_MAPPING)["tensors"])), CONFIG)
+    return {name: tensor for name, tensor in tensors.items() if tensor.any()} | {"position.pe": sinusoids(3, 12)}
+
+
+def test_mapping_file_reads_modules_and_alternatives(tmp_path):
+    params, table = random_params(CONFIG), mapping_table(tmp_path)
     check_mapping(table, CONFIG, tmp_path / "mapping.toml")
-    assert_same_trees(from_foreign(shortened(params), table, CONFIG, "FILE"), params)
-
-
-def test_long_mapping_file_reads_every_parameter(tmp_path):
-    """Names of nobody's, a fused matrix and one tensor for the tied tables."""
-    params = random_params(CONFIG)
-    lines, tensors = ['ignore = [".pe"]', "[tensors]"], {"position.pe": np.zeros((3, 12), np.float32)}
-    fused = "encoder/layer_{i}/self_attention/%s/kernel"
-    names = [fused % name for name in ("query", "key", "value")]
-    lines.append(f'"enc.{{i}}.qkv" = {names}'.replace("'", '"'))
-    done = set()
-    for path, leaf in flatten(params).items():
-        pattern = re.sub(r"layer_\d+", "layer_{i}", path)
-        if pattern in names:
-            continue
-        if pattern not in done:
-            lines.append(f'"my.{pattern}" = "{pattern}"')
-            done.add(pattern)
-        number = re.search(r"layer_(\d+)", path)
-        name = f"my.{pattern}".replace("{i}", number[1]) if number else f"my.{pattern}"
-        axes = 2 if path.endswith("attention/output/kernel") else 1
-        tensors[name] = leaf.reshape(np.prod(leaf.shape[:axes]), -1).T if path.endswith("kernel") else leaf
-    for layer in range(2):
-        leaves = [flatten(params)[name.replace("{i}", str(layer))].reshape(12, 12).T for name in names]
-        tensors[f"enc.{layer}.qkv"] = np.concatenate(leaves)
-    file = tmp_path / "mapping.toml"
-    file.write_text("\n".join(lines))
-    table = read_mapping(file)
-    check_mapping(table, CONFIG, file)
+    tensors, leaves = shortened(params), flatten(params)
     assert_same_trees(from_foreign(tensors, table, CONFIG, "FILE"), params)
+
+    def matrix(path, width=12):
+        return leaves[path].reshape(width, -1).T
+
+    for foreign, ours in (
+        ("enc.l_1.attn.qkv.weight", "encoder/layer_1/self_attention"),
+        ("dec.l_2.cross.qkv.weight", "decoder/layer_2/cross_attention"),
+    ):
+        parts = [matrix(f"{ours}/{name}/kernel") for name in ("query", "key", "value")]
+        np.testing.assert_array_equal(tensors[foreign], np.concatenate(parts))
+    for foreign, expected in (
+        ("enc.l_0.ff.up.bias", leaves["encoder/layer_0/feed_forward/inner/bias"]),
+        ("dec.l_0.ff.down.weight", matrix("decoder/layer_0/feed_forward/outer/kernel", 28)),
+        ("dec.l_1.attn.out.weight", matrix("decoder/layer_1/self_attention/output/kernel")),
+    ):
+        np.testing.assert_array_equal(tensors[foreign], expected)
 
 
 QUERY = "encoder/layer_{i}/self_attention/query"
@@ -210,10 +182,8 @@ QUERY = "encoder/layer_{i}/self_attention/query"
     ],
 )
 def test_wrong_mapping_file_is_rejected(text, message, tmp_path):
-    file = tmp_path / "mapping.toml"
-    file.write_text(text)
     with pytest.raises(UserError, match=message):
-        check_mapping(read_mapping(file), odd(attention_bias=True), file)
+        check_mapping(mapping_table(tmp_path, text), odd(attention_bias=True), tmp_path / "mapping.toml")
 
 
 STATED = {
@@ -252,14 +222,13 @@ def test_mapping_without_a_configuration_takes_the_epsilon_of_torch(optional_pac
 
 
 def test_mapping_requires_the_variant_of_its_norms(tmp_path):
-    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
-    table = read_mapping(tmp_path / "mapping.toml")
-    tensors = {name.replace(".gamma", ".a_2"): tensor for name, tensor in shortened(random_params(CONFIG)).items()}
+    table = mapping_table(tmp_path)
+    tensors = {re.sub(r"norm\.weight$", "norm.a_2", n): t for n, t in shortened(random_params(CONFIG)).items()}
     stated = {name: value for name, value in STATED.items() if name != "norm_variant"}
     with pytest.raises(UserError, match=r"cannot show norm_variant\. State --norm-variant \(.*unbiased_std"):
-        propose_config(tensors, table, words(), stated, "FILE", is_mapping=True)
+        propose_config(tensors, table, words(), stated, "FILE")
     stated["norm_variant"] = "unbiased_std"
-    config = propose_config(tensors, table, words(), stated, "FILE", is_mapping=True)
+    config = propose_config(tensors, table, words(), stated, "FILE")
     assert config.model.norm_variant == "unbiased_std"
 
 
@@ -272,28 +241,24 @@ def test_mapping_decides_which_tables_are_tied(tied, tmp_path):
     names = {"all": ["embedding"], "target": ["source", "target"], "none": ["source", "target", "generator"]}[tied]
     tensors |= {f"{name}.weight": equal for name in names}
     rows = [line for line in UNTIED.split("\n") if line and line.split('"')[1] in names]
-    file = tmp_path / "mapping.toml"
-    file.write_text(SHORT_MAPPING if tied == "all" else LONG_MAPPING + "\n".join(rows))
-    table = read_mapping(file)
-    config = propose_config(tensors, table, words(), STATED, "FILE", is_mapping=True)
+    table = mapping_table(tmp_path, SHORT_MAPPING if tied == "all" else LONG_MAPPING + "\n".join(rows))
+    config = propose_config(tensors, table, words(), STATED, "FILE")
     assert config.model.tie_embeddings == tied
-    check_mapping(table, config.model, file)
+    check_mapping(table, config.model, tmp_path / "mapping.toml")
     flat = flatten(from_foreign(tensors, table, config.model, "FILE"))
     assert set(flat) == set(flatten(random_params(model)))
 
 
 def test_mapped_biases_of_zeros_are_parameters(tmp_path):
-    params = random_params(odd(attention_bias=True))
-    leaves = {
-        path: leaf * 0 if re.search(r"attention/\w+/bias$", path) else leaf for path, leaf in flatten(params).items()
-    }
-    file = tmp_path / "mapping.toml"
+    model = odd(attention_bias=True)
+    leaves = flatten(random_params(model))
+    leaves |= {path: leaf * 0 for path, leaf in leaves.items() if re.search(r"attention/\w+/bias$", path)}
     explicit = '"dec.l_{i}.cross.qkv.bias" = "decoder/layer_{i}/cross_attention/{query,key,value}/bias"\n'
-    file.write_text(SHORT_MAPPING + explicit)
-    table, tensors = read_mapping(file), shortened(unflatten(leaves))
-    config = propose_config(tensors, table, words(), STATED, "FILE", is_mapping=True)
+    table = mapping_table(tmp_path, SHORT_MAPPING + explicit)
+    tensors = to_foreign(unflatten(leaves), table, model)
+    config = propose_config(tensors, table, words(), STATED, "FILE")
     assert config.model.attention_bias
-    check_mapping(table, config.model, file)
+    check_mapping(table, config.model, tmp_path / "mapping.toml")
     assert_same_trees(from_foreign(tensors, table, config.model, "FILE"), unflatten(leaves))
 
 
@@ -316,11 +281,10 @@ def test_configuration_of_another_program_next_to_a_state_dict_is_ignored(option
 
 
 def test_fields_that_tensors_do_not_show_are_logged(tmp_path, caplog):
-    (tmp_path / "mapping.toml").write_text(SHORT_MAPPING)
-    table, tensors = read_mapping(tmp_path / "mapping.toml"), shortened(random_params(CONFIG))
-    stated = {**STATED, "decoder_start": "eos"}
+    tensors = shortened(random_params(CONFIG))
+    del tensors["position.pe"]
     with caplog.at_level(logging.INFO, "transformer_jax"):
-        propose_config({n: t for n, t in tensors.items() if n != "position.pe"}, table, words(), stated, "FILE", True)
+        propose_config(tensors, mapping_table(tmp_path), words(), {**STATED, "decoder_start": "eos"}, "FILE")
     for text in ("position_exponent='paper'", "position_offset=0", "decoder_start='eos'", "source_eos=True"):
         assert text in caplog.text
     assert "norm_variant='standard'" in caplog.text

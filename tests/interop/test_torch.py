@@ -7,7 +7,8 @@ import pytest
 from interop_cases import REAL, SRC, TGT_IN, assert_same_trees, logits, odd, random_params
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.torch_format import params_from_torch, torch_from_params
+from transformer_jax.interop.tables import from_foreign, to_foreign
+from transformer_jax.interop.torch_format import TORCH
 from transformer_jax.types import UserError
 
 
@@ -34,13 +35,13 @@ def test_logits_equal_and_weights_come_back(torch, config):
     from transformer_jax.parity.torch_models import TorchTransformer, load_numpy
 
     params = random_params(config)
-    tensors = torch_from_params(params, config)
+    tensors = to_foreign(params, TORCH, config)
     model = TorchTransformer(config)
     load_numpy(model, tensors)
     with torch.no_grad():
         theirs = model(torch.from_numpy(SRC).long(), torch.from_numpy(TGT_IN).long()).numpy()[REAL]
     np.testing.assert_allclose(logits(config, params), theirs, atol=1e-5, rtol=1e-5)
-    assert_same_trees(params_from_torch(tensors, config), params)
+    assert_same_trees(from_foreign(tensors, TORCH, config), params)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
@@ -71,10 +72,10 @@ def test_plain_torch_transformer(torch):
             memory_key_padding_mask=src == 0, tgt_key_padding_mask=tgt == 0,
         )  # fmt: skip
         theirs = generator(out).numpy()[REAL]
-    np.testing.assert_allclose(logits(config, params_from_torch(tensors, config)), theirs, atol=1e-5)
+    np.testing.assert_allclose(logits(config, from_foreign(tensors, TORCH, config)), theirs, atol=1e-5)
 
     with pytest.raises(UserError, match=r"pos_embedding is not the position table .* model.positions='halves'"):
-        params_from_torch(tensors, ModelConfig(**{**vars(config), "positions": "halves"}))
+        from_foreign(tensors, TORCH, ModelConfig(**{**vars(config), "positions": "halves"}))
 
 
 def test_teaching_notebook(torch):
@@ -100,7 +101,7 @@ def test_teaching_notebook(torch):
     )  # fmt: skip
     # The notebook adds no positions: a learned table of zeros says the same.
     zeros = np.zeros((16, d_model), np.float32)
-    params = params_from_torch(tensors | {"src_positions.weight": zeros, "tgt_positions.weight": zeros}, config)
+    params = from_foreign(tensors | {"src_positions.weight": zeros, "tgt_positions.weight": zeros}, TORCH, config)
     src, tgt = torch.from_numpy(SRC).long(), torch.from_numpy(TGT_IN).long()
     with torch.no_grad():
         memory = model.encoder(model.embedding(src) * 16, src_key_padding_mask=src == 0)
@@ -119,4 +120,4 @@ def test_teaching_notebook(torch):
 def test_inexpressible_model_is_rejected(changes, named):
     config = odd(**changes)
     with pytest.raises(UserError, match=f"torch cannot express this model: .*{named}"):
-        torch_from_params(random_params(config), config)
+        to_foreign(random_params(config), TORCH, config)

@@ -233,11 +233,12 @@ def test_beam_search_of_the_oracle_equals_exhaustive_search(penalty, optional_pa
 
 
 def test_state_dict_is_compared(peers, tmp_path, caplog):
+    from transformer_jax.interop.tables import to_foreign
     from transformer_jax.interop.tensor_files import save_torch
-    from transformer_jax.interop.torch_format import torch_from_params
+    from transformer_jax.interop.torch_format import TORCH
 
     config, params, oracle = pair(peers, "torch")
-    save_torch(tmp_path / "model.pt", torch_from_params(params, config))
+    save_torch(tmp_path / "model.pt", to_foreign(params, TORCH, config))
     with pytest.raises(UserError, match=r"model\.pt: the tensors show .* cannot show num_heads, .*with --config"):
         compare("torch", tmp_path / "model.pt")
     caplog.set_level("INFO")

@@ -19,37 +19,27 @@ would save 25 lines here and make an export depend on that package.
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import OWN_TOKENIZER, Start
+from transformer_jax.interop.exchange import OWN_TOKENIZER, Settings, Start
+from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
-BINARY_VERSIONS = range(2, 7)
-SPECS = ("TransformerSpec", "TransformerBase", "TransformerBig")
-REVISION = 7  # of TransformerSpec
+_VERSIONS = range(2, 7)
+_SPECS = ("TransformerSpec", "TransformerBase", "TransformerBig")
+_REVISION = 7  # of TransformerSpec
 
-_TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
-_OLD_TYPES = {4: "float32", 1: "int8", 2: "int16"}
 _ITEM_BYTES = {"float32": 4, "int8": 1, "int16": 2, "int32": 4, "float16": 2, "bfloat16": 2}
+_TYPES = dict(enumerate(_ITEM_BYTES))
+_OLD_TYPES = {4: "float32", 1: "int8", 2: "int16"}
 _MAX_RANK = 8
-PADDING = ("<pad>", "<blank>")
-
-
-class ModelFile(NamedTuple):
-    """The contents of a `model.bin`."""
-
-    variables: dict[str, np.ndarray]
-    """Every array under its name and its aliases. Weights are float32."""
-    spec: str
-    """Name of the model."""
-    revision: int
-    """Revision of the names of the variables."""
+_PADDING = ("<pad>", "<blank>")
 
 
 class _Reader:
@@ -79,6 +69,14 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8") from error
 
+    def entries(self, what: str) -> Iterator[str]:
+        """Yield the name of each entry of a list, which the caller reads up to the next name."""
+        count = self.number("I", f"the number of {what}")
+        if count > self.left:
+            raise self.error(f"the number of {what} is {count}, more than the file has bytes")
+        for _ in range(count):
+            yield self.text(f"the name of one of the {what}")
+
     @property
     def left(self) -> int:
         """Number of bytes not read yet."""
@@ -89,8 +87,8 @@ class _Reader:
         return UserError(f"{self._path}: not a readable CTranslate2 model: {message}")
 
 
-def read_model_file(path: Path) -> ModelFile:
-    """Read a `model.bin`, with its weights memory-mapped.
+def read_model_file(path: Path) -> dict[str, np.ndarray]:
+    """Read every array of a `model.bin` under its name and its aliases, memory-mapped. Weights are float32.
 
     Raises:
         UserError: The file is missing or damaged, has another version or another kind of model, or its weights are
@@ -100,57 +98,46 @@ def read_model_file(path: Path) -> ModelFile:
         raise UserError(f"{path}: no such file")
     reader = _Reader(path)
     version = reader.number("I", "the binary version")
-    if version not in BINARY_VERSIONS:
-        legal = f"{BINARY_VERSIONS[0]} to {BINARY_VERSIONS[-1]}"
+    if version not in _VERSIONS:
+        legal = f"{_VERSIONS[0]} to {_VERSIONS[-1]}"
         raise reader.error(f"its binary version is {version}; versions {legal} are supported")
     spec, revision = reader.text("the name of the model"), reader.number("I", "the revision")
-    if spec not in SPECS:
-        raise reader.error(f"it is a {spec!r:.60}; only {', '.join(SPECS)} are supported")
-    if not 1 <= revision <= REVISION:
-        raise reader.error(f"{spec} has revision {revision}; 1 to {REVISION} are supported")
+    if spec not in _SPECS:
+        raise reader.error(f"it is a {spec!r:.60}; only {', '.join(_SPECS)} are supported")
+    if not 1 <= revision <= _REVISION:
+        raise reader.error(f"{spec} has revision {revision}; 1 to {_REVISION} are supported")
     variables: dict[str, np.ndarray] = {}
-    for _ in range(_count(reader, "the number of variables")):
-        name = reader.text("the name of a variable")
+    for name in reader.entries("variables"):
         if name in variables:
             raise reader.error(f"it has {name} twice")
         variables[name] = _read_variable(reader, name, version)
-    if version >= 3:
-        for _ in range(_count(reader, "the number of aliases")):
-            alias, name = reader.text("an alias"), reader.text("the variable of an alias")
-            if name not in variables or alias in variables:
-                raise reader.error(f"the alias {alias} of {name} refers to no variable, or is a variable too")
-            variables[alias] = variables[name]
+    for alias in reader.entries("aliases") if version >= 3 else ():
+        name = reader.text("the variable of an alias")
+        if name not in variables or alias in variables:
+            raise reader.error(f"the alias {alias} of {name} refers to no variable, or is a variable too")
+        variables[alias] = variables[name]
     if reader.left:
         raise reader.error(f"{reader.left} bytes are left over")
-    return ModelFile(variables, spec, revision)
-
-
-def _count(reader: _Reader, what: str) -> int:
-    count = reader.number("I", what)
-    if count > reader.left:
-        raise reader.error(f"{what} is {count}, more than the file has bytes")
-    return count
+    return variables
 
 
 def _read_variable(reader: _Reader, name: str, version: int) -> np.ndarray:
     rank = reader.number("B", name)
     if rank > _MAX_RANK:
         raise reader.error(f"{name} has {rank} dimensions; at most {_MAX_RANK} are supported")
-    shape = tuple(reader.number("I", name) for _ in range(rank))
+    shape = [reader.number("I", name) for _ in range(rank)]
     code = reader.number("B", name)
-    kind = _OLD_TYPES.get(code) if version < 4 else dict(enumerate(_TYPES)).get(code)
+    kind = (_TYPES if version >= 4 else _OLD_TYPES).get(code)
     if kind is None:
         raise reader.error(f"{name} has the unknown type {code}")
-    count = reader.number("I", name)
-    size = count if version >= 4 else count * _ITEM_BYTES[kind]
+    size = reader.number("I", name) * (1 if version >= 4 else _ITEM_BYTES[kind])
     expected = math.prod(shape) * _ITEM_BYTES[kind]
     if size != expected:
-        raise reader.error(f"{name} has shape {list(shape)} of {kind}, {expected} bytes, but its size is {size}")
+        raise reader.error(f"{name} has shape {shape} of {kind}, {expected} bytes, but its size is {size}")
     data = reader.take(expected, name)
     if rank and kind != "float32":
-        raise UserError(
-            f"{reader.error(name)} holds {kind} weights; only float32 is supported. Convert the model again without "
-            "--quantization"
+        raise reader.error(
+            f"{name} holds {kind} weights; only float32 is supported. Convert the model again without --quantization"
         )
     if kind == "bfloat16":
         raise reader.error(f"{name} is a number of type bfloat16")
@@ -171,15 +158,13 @@ def write_model_file(path: Path, variables: Mapping[str, np.ndarray], aliases: M
         return struct.pack("<H", len(raw)) + raw
 
     with path.open("wb") as file:
-        file.write(struct.pack("<I", BINARY_VERSIONS[-1]) + text(SPECS[0]) + struct.pack("<I", REVISION))
-        file.write(struct.pack("<I", len(variables)))
+        file.write(struct.pack("<I", _VERSIONS[-1]) + text(_SPECS[0]) + struct.pack("<II", _REVISION, len(variables)))
         for name in sorted(variables):
             array = variables[name]
-            shape = struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape)
-            file.write(text(name) + shape + struct.pack("<BI", _TYPES.index(array.dtype.name), array.nbytes))
-            file.write(
-                np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data if array.ndim else array.tobytes()
-            )
+            code = list(_ITEM_BYTES).index(array.dtype.name)
+            file.write(text(name) + struct.pack(f"<B{array.ndim}I", array.ndim, *array.shape))
+            file.write(struct.pack("<BI", code, array.nbytes))
+            file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
         file.write(struct.pack("<I", len(aliases)))
         for alias in sorted(aliases):
             file.write(text(alias) + text(aliases[alias]))
@@ -199,7 +184,7 @@ class Tokens(NamedTuple):
     unk_id: int | None
 
 
-def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, target_rows: int) -> Tokens:
+def read_tokens(folder: Path, settings: Settings, source_rows: int, target_rows: int) -> Tokens:
     """Read the vocabularies, lists of tokens of which a few are special by their name.
 
     The padding of vocabularies without one gets the first id beyond the rows of both tables.
@@ -213,21 +198,15 @@ def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, tar
     Raises:
         UserError: A file is missing or damaged, or the two sides have a special token at different ids.
     """
-    unknown = settings["unk_token"]
+    unknown = settings.read("unk_token", str)
     source = _read_vocabulary(folder, "source", unknown, source_rows)
     target = _read_vocabulary(folder, "target", unknown, target_rows)
-    eos_id = _find(target, settings["eos_token"], folder, "eos_token")
-    start_id = _find(target, settings["decoder_start_token"], folder, "decoder_start_token")
-    named = next((name for name in PADDING if name in target and _index(source, name) == _index(target, name)), None)
+    eos_id, start_id = (_find(target, settings, name, folder) for name in ("eos_token", "decoder_start_token"))
+    named = next((name for name in _PADDING if name in target and _index(source, name) == _index(target, name)), None)
     pad_id = max(source_rows, target_rows) if named is None else target.index(named)
-    bos_id = _index(target, settings["bos_token"])
-    start: Start = "bos"
-    if start_id == eos_id:
-        start = "eos"
-    elif start_id == pad_id:
-        start = "pad"
-    else:
-        bos_id = start_id
+    starts: dict[int, Start] = {pad_id: "pad", eos_id: "eos"}
+    start = starts.get(start_id, "bos")
+    bos_id = start_id if start == "bos" else _index(target, settings.read("bos_token", str))
     bos_id = eos_id if bos_id is None else bos_id
     unk_id = _index(source, unknown)
     for i in {pad_id, bos_id, eos_id}:
@@ -237,44 +216,36 @@ def read_tokens(folder: Path, settings: Mapping[str, Any], source_rows: int, tar
                 "have equal special ids"
             )
     for name, wanted in (("bos", bos_id), ("eos", eos_id)):
-        token = settings[f"{name}_token"]
-        if settings[f"add_source_{name}"] and _index(source, token) != wanted:
+        token = settings.read(f"{name}_token", str)
+        if settings.read(f"add_source_{name}", bool) and _index(source, token) != wanted:
             raise UserError(
                 f"{folder}: add_source_{name} puts {token!r} into the source, but its id in the source vocabulary is "
                 f"{_index(source, token)} and model.{name}_id is {wanted}"
             )
+    joint = source == target
     if (folder / OWN_TOKENIZER).is_dir():
         pair = TokenizerPair.load(folder / OWN_TOKENIZER)
-        return Tokens(pair, source == target, start, pad_id, bos_id, eos_id, pair.source.unk_id)
-    first = WordTokenizer("pretokenized", source, (pad_id, bos_id, eos_id, unk_id))
-    if source == target:
-        return Tokens(TokenizerPair(first, first), True, start, pad_id, bos_id, eos_id, unk_id)
-    # A model has one id for unknown words. At another id of the target the unknown token is an ordinary one.
-    target_unk = unk_id if _index(target, unknown) == unk_id else None
-    second = WordTokenizer("pretokenized", target, (pad_id, bos_id, eos_id, target_unk))
-    return Tokens(TokenizerPair(first, second), False, start, pad_id, bos_id, eos_id, unk_id)
+        unk_id = pair.source.unk_id
+    else:
+        first = second = WordTokenizer("pretokenized", source, (pad_id, bos_id, eos_id, unk_id))
+        if not joint:
+            # A model has one id for unknown words. At another id of the target the unknown token is an ordinary one.
+            target_unk = unk_id if _index(target, unknown) == unk_id else None
+            second = WordTokenizer("pretokenized", target, (pad_id, bos_id, eos_id, target_unk))
+        pair = TokenizerPair(first, second)
+    return Tokens(pair, joint, start, pad_id, bos_id, eos_id, unk_id)
 
 
 def _read_vocabulary(folder: Path, side: str, unknown: str, rows: int) -> list[str]:
     """Return the tokens of a side, with an unknown token appended if there is none and the table has a row for it."""
-    for name in ("shared_vocabulary", f"{side}_vocabulary"):
-        for ending in (".json", ".txt"):
-            path = folder / (name + ending)
-            if path.is_file():
-                words = _words(path)
-                if unknown not in words and len(words) < rows:
-                    words.append(unknown)
-                if len(words) > rows:
-                    raise UserError(f"{path} has {len(words)} tokens, but the {side} table has {rows} rows")
-                return words
-    if list(folder.glob(f"{side}_vocabulary_*")):
+    files = [folder / f"{name}_vocabulary{ending}" for name in ("shared", side) for ending in (".json", ".txt")]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None and list(folder.glob(f"{side}_vocabulary_*")):
         raise UserError(f"{folder}: the {side} has more than one vocabulary (factors); only one is supported")
-    raise UserError(f"{folder} has neither shared_vocabulary.json nor {side}_vocabulary.json (or .txt)")
-
-
-def _words(path: Path) -> list[str]:
+    if path is None:
+        raise UserError(f"{folder} has neither shared_vocabulary.json nor {side}_vocabulary.json (or .txt)")
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         words = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except ValueError as error:
         raise UserError(f"{path}: not a vocabulary: {error}") from error
@@ -283,6 +254,10 @@ def _words(path: Path) -> list[str]:
     if len(set(words)) < len(words):
         duplicate = next(word for i, word in enumerate(words) if word in words[:i])
         raise UserError(f"{path}: has the token {duplicate!r} twice")
+    if unknown not in words and len(words) < rows:
+        words.append(unknown)
+    if len(words) > rows:
+        raise UserError(f"{path} has {len(words)} tokens, but the {side} table has {rows} rows")
     return words
 
 
@@ -290,7 +265,8 @@ def _index(words: Sequence[str], word: str) -> int | None:
     return words.index(word) if word in words else None
 
 
-def _find(words: Sequence[str], word: str, folder: Path, setting: str) -> int:
+def _find(words: Sequence[str], settings: Settings, setting: str, folder: Path) -> int:
+    word = settings.read(setting, str)
     if word not in words:
         raise UserError(f"{folder}: {setting} is {word!r}, which is not in the target vocabulary")
     return words.index(word)

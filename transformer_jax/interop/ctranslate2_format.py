@@ -10,43 +10,66 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.ctranslate2_files import read_model_file, read_tokens, write_model_file
-from transformer_jax.interop.ctranslate2_weights import (
-    OUTPUT,
-    OUTPUT_BIAS,
-    SOURCE,
-    TABLE,
-    TARGET,
-    UNSTORED,
-    add_rows,
-    add_zero_biases,
-    cut_rows,
-    find_tie,
-    position_tables,
-)
 from transformer_jax.interop.exchange import (
     OWN_TOKENIZER,
     Imported,
-    check_expressible,
-    check_plain_heads,
+    ModelFields,
+    Positions,
+    Settings,
     identify_positions,
     unique_tokens,
+    visible_fields,
     write_json,
 )
-from transformer_jax.interop.tables import from_foreign, to_foreign
+from transformer_jax.interop.mapping import names
+from transformer_jax.interop.tables import Format, embeddings, flatten, from_foreign, to_foreign, unflatten
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.runtime.files import read_json
 from transformer_jax.types import Params, UserError
 
 _STACKS = ("encoder", "decoder")
+_SOURCE = ("encoder/embeddings_0/weight", "encoder/embeddings/weight")
+_TARGET, _OUTPUT, _BIAS = "decoder/embeddings/weight", "decoder/projection/weight", "decoder/projection/bias"
+_POSITIONS = [f"{stack}/position_encodings/encodings" for stack in _STACKS]
+_NEVER = -1e9
+"""Finite bias of a token that must have a probability of 0."""
+_UNSTORED = Positions("halves", "tensor2tensor", 1)
+"""Sinusoids that CTranslate2 computes if the file has no position table."""
+
+CTRANSLATE2 = Format(
+    "ctranslate2",
+    rows=(
+        *embeddings(_SOURCE, (_TARGET,), (_OUTPUT,)),
+        *names(
+            {
+                _BIAS: "logits_bias",
+                "{encoder,decoder}/position_encodings/encodings": "{source,target}_positions/table",
+                "{layer}/self_attention/linear_0/": "{layer}/self_attention/{query,key,value}",
+                "{layer}/self_attention/linear_1/": "{layer}/self_attention/output",
+                "{layer}/attention/linear_0/": "{layer}/cross_attention/query",
+                "{layer}/attention/linear_1/": "{layer}/cross_attention/{key,value}",
+                "{layer}/attention/linear_2/": "{layer}/cross_attention/output",
+                "{layer}/ffn/linear_{0,1}/": "{layer}/feed_forward/{inner,outer}",
+                "{layer}/{self_attention,attention}/layer_norm/": "{layer}/{self,cross}_attention_norm",
+                "{layer}/ffn/layer_norm/": "{layer}/feed_forward_norm",
+                "{encoder,decoder}/layer_norm/": "{encoder,decoder}/final_norm",
+            },
+            "{encoder,decoder}/layer_{i}",
+            norm=(("gamma",), ("beta",)),
+            zeros=False,
+        ),
+    ),
+    legal=lambda model: {"norm_variant": ("standard",)},
+)
+
 _ACTIVATIONS = {0: "relu", 2: "swish", 3: "gelu"}
-# Variables of the file that do not change the result, and variables that must be zero.
+# Endings of numbers that do not change the result, and of numbers that must be zero.
 _IDLE = ("embeddings_merge", "alignment_layer", "alignment_heads", "alibi_use_positive_positions")
 _ZERO = ("multi_query_attention", "alibi", "scale_alibi", "with_relative_position")
 
@@ -65,33 +88,28 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
         UserError: A file is missing or damaged, weights are not float32, or the model is not supported.
     """
     path = folder / "model.bin"
-    stored = read_model_file(path).variables
+    stored = read_model_file(path)
     numbers = {name: value.item() for name, value in stored.items() if value.ndim == 0}
     tensors = {name: value for name, value in stored.items() if value.ndim}
     settings = _settings(folder, numbers)
-    source_rows, target_rows = (_rows(tensors, names, path) for names in (SOURCE, (TARGET,)))
+    source_rows, target_rows, _ = (_rows(tensors, table, path) for table in (_SOURCE, (_TARGET,), (_OUTPUT,)))
     tokens = read_tokens(folder, settings, source_rows, target_rows)
-    tie = find_tie(tensors, tokens.joint)
     if tokens.pad_id >= min(source_rows, target_rows):
-        source_rows = target_rows = tokens.pad_id + 1
-        add_rows(tensors, target_rows)
-    attention_bias = any("attention/linear_" in name and name.endswith("/bias") for name in tensors)
-    add_zero_biases(tensors, attention_bias)
-    sizes = _sizes(tensors, numbers, num_heads, path)
+        _add_rows(tensors, tokens.pad_id + 1)
+    positions = _positions(tensors)
+    fields = visible_fields(tensors, CTRANSLATE2, str(path)) | positions | _flags(numbers, tensors, path)
+    fields |= _heads(numbers, num_heads, path)
+    if fields["tie_embeddings"] == "all" and not tokens.joint:
+        fields["tie_embeddings"] = "target"
+    for name in [name for name in tensors if "/linear_" in name and name.endswith("/weight")]:
+        if "/ffn/" in name or fields["attention_bias"]:  # this package's model always has a bias here
+            tensors.setdefault(name.removesuffix("weight") + "bias", np.zeros(len(tensors[name]), np.float32))
     model = ModelConfig(
-        vocab_size=target_rows,
-        source_vocab_size=None if source_rows == target_rows else source_rows,
-        **sizes,
-        **_flags(numbers, sizes["d_model"], path),
-        **_positions(tensors, sizes["d_model"]),
-        final_norm=_final_norm(tensors, path),
-        norm_epsilon=1e-5 if settings.get("layer_norm_epsilon") is None else settings["layer_norm_epsilon"],
-        attention_bias=attention_bias,
-        logits_bias=OUTPUT_BIAS in tensors,
-        tie_embeddings=tie,
+        **fields,
+        norm_epsilon=settings.read("layer_norm_epsilon", float, 1e-5),
         decoder_start="zeros" if numbers.pop("decoder/start_from_zero_embedding", 0) else tokens.start,
-        source_bos=bool(settings["add_source_bos"]),
-        source_eos=bool(settings["add_source_eos"]),
+        source_bos=settings.read("add_source_bos", bool),
+        source_eos=settings.read("add_source_eos", bool),
         pad_id=tokens.pad_id,
         bos_id=tokens.bos_id,
         eos_id=tokens.eos_id,
@@ -109,7 +127,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
             beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_length_offset=128, min_length=1
         ),
     )
-    return Imported(config, from_foreign(tensors, TABLE, model, str(path)), tokens.pair)
+    return Imported(config, from_foreign(tensors, CTRANSLATE2, model, str(path)), tokens.pair)
 
 
 def write_ctranslate2(
@@ -128,28 +146,39 @@ def write_ctranslate2(
         UserError: CTranslate2 cannot express the model. The fields are named.
     """
     model, decoding = config.model, config.decoding
-    check_expressible(model, "ctranslate2", {"norm_variant": ("standard",)})
-    check_plain_heads(model, "ctranslate2")
+    CTRANSLATE2.check(model)
     source, target = unique_tokens(tokenizers.source), unique_tokens(tokenizers.target)
     if model.decoder_start != "zeros" and model.start_id >= len(target):
         raise UserError(
             f"ctranslate2 cannot express this model: model.decoder_start={model.decoder_start!r}, but the vocabulary "
             f"has no token with the id {model.start_id}"
         )
-    if model.source_bos and source[model.bos_id : model.bos_id + 1] != [_bos_token(model, target)]:
+    bos_token = target[model.bos_id] if model.bos_id < len(target) else "<s>"
+    if model.source_bos and source[model.bos_id : model.bos_id + 1] != [bos_token]:
         raise UserError(
             f"ctranslate2 cannot express this model: model.source_bos=True, but the id {model.bos_id} is not one token "
             "of both vocabularies"
         )
-    variables = to_foreign(cut_rows(_without_positions(params), len(source), len(target)), TABLE, model)
-    variables |= position_tables(params, model)
-    tied = {"all": (SOURCE[0], OUTPUT), "target": (OUTPUT,), "none": ()}[model.tie_embeddings]
-    aliases = dict.fromkeys(tied, TARGET)
+    variables = to_foreign(_cut(params, model, len(source), len(target)), CTRANSLATE2, model)
+    tied = {"all": (_SOURCE[0], _OUTPUT), "target": (_OUTPUT,), "none": ()}[model.tie_embeddings]
+    aliases = dict.fromkeys(tied, _TARGET)
     if model.positions != "learned":
-        aliases["encoder/position_encodings/encodings"] = "decoder/position_encodings/encodings"
+        conventions = model.positions, model.position_exponent, model.position_offset
+        variables[_POSITIONS[1]] = sinusoids(model.max_length, model.d_model, *conventions)
+        aliases[_POSITIONS[0]] = _POSITIONS[1]
     weights = {name: array.astype(np.float32) for name, array in variables.items() if name not in aliases}
     write_model_file(folder / "model.bin", weights | _numbers(model), aliases)
-    write_json(folder / "config.json", _config_json(model, source, target))
+    settings = {
+        "add_source_bos": model.source_bos,
+        "add_source_eos": model.source_eos,
+        "bos_token": bos_token,
+        "eos_token": target[model.eos_id],
+        "unk_token": source[model.unk_id] if model.unk_id < len(source) else "<unk>",
+        "decoder_start_token": target[model.eos_id if model.decoder_start == "zeros" else model.start_id],
+        "layer_norm_epsilon": model.norm_epsilon,
+        "multi_query_attention": False,
+    }
+    write_json(folder / "config.json", settings)
     files = {"shared": source} if source == target else {"source": source, "target": target}
     for name, words in files.items():
         write_json(folder / f"{name}_vocabulary.json", words)
@@ -172,9 +201,9 @@ def write_ctranslate2(
         )
 
 
-def _settings(folder: Path, numbers: dict[str, Any]) -> dict[str, Any]:
+def _settings(folder: Path, numbers: dict[str, float]) -> Settings:
     """Return the settings of `config.json`, which older files have among their numbers instead."""
-    settings: dict[str, Any] = {
+    defaults = {
         "unk_token": "<unk>",
         "bos_token": "<s>",
         "eos_token": "</s>",
@@ -183,16 +212,11 @@ def _settings(folder: Path, numbers: dict[str, Any]) -> dict[str, Any]:
         "decoder_start_token": "<s>" if numbers.pop("with_target_bos", 1) else None,
     }
     path = folder / "config.json"
-    if path.is_file():
-        settings |= read_json(path)
-    for name in ("multi_query_attention", "quantization_type"):
-        if settings.get(name):
-            raise UserError(f"{path}: {name} is {settings[name]!r}, which is not supported")
-    if settings["decoder_start_token"] is None:
+    stored = read_json(path) if path.is_file() else {}
+    if (defaults | stored)["decoder_start_token"] is None:
         raise UserError(f"{path}: decoder_start_token is null, but every sentence must start with the same token")
-    epsilon = settings.get("layer_norm_epsilon")
-    if epsilon is not None and (type(epsilon) not in (int, float) or epsilon < 0):
-        raise UserError(f"{path}: layer_norm_epsilon is {epsilon!r}; it must be a number that is not negative")
+    settings = Settings((path, defaults), (path, stored))
+    settings.require({"multi_query_attention": (False,), "quantization_type": (False,)})
     return settings
 
 
@@ -203,114 +227,105 @@ def _rows(tensors: dict[str, np.ndarray], names: Sequence[str], path: Path) -> i
     return len(table)
 
 
-def _sizes(tensors: dict[str, np.ndarray], numbers: dict[str, Any], given: int | None, path: Path) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"d_model": tensors[TARGET].shape[1]}
+def _add_rows(tensors: dict[str, np.ndarray], rows: int) -> None:
+    """Extend every table to `rows` rows with zeros that are never generated, for a padding that the file lacks."""
+    for name in (*_SOURCE, _TARGET, _OUTPUT):
+        if name in tensors and tensors[name].ndim == 2:
+            missing = rows - len(tensors[name])
+            tensors[name] = np.concatenate([tensors[name], np.zeros((missing, tensors[name].shape[1]), np.float32)])
+            if name == _OUTPUT:
+                bias = tensors.get(_BIAS, np.zeros(rows - missing, np.float32))
+                tensors[_BIAS] = np.concatenate([bias, np.full(missing, _NEVER, np.float32)])
+
+
+def _heads(numbers: dict[str, float], given: int | None, path: Path) -> ModelFields:
+    heads: ModelFields = {}
     old_heads = numbers.pop("num_heads", None)
     for stack, prefix in zip(_STACKS, ("", "decoder_"), strict=True):
-        heads = numbers.pop(f"{stack}/num_heads", old_heads)
-        if heads is None and given is None:
+        stored = numbers.pop(f"{stack}/num_heads", old_heads)
+        if stored is None and given is None:
             raise UserError(
                 f"{path} does not store the number of attention heads. State it with --num-heads (num_heads=); "
                 "CTranslate2 itself assumes 8 for such files, and 16 for a TransformerBig"
             )
-        if heads is not None and given not in (None, heads):
-            raise UserError(f"{path}: the {stack} has {heads} attention heads, but num_heads is {given}")
-        layer, inner = 0, f"{stack}/layer_0/ffn/linear_0/weight"
-        if inner not in tensors:
-            raise UserError(f"{path}: {inner} is missing")
-        while f"{stack}/layer_{layer}/ffn/linear_0/weight" in tensors:
-            layer += 1
-        sizes |= {
-            f"{prefix}num_layers": layer,
-            f"{prefix}num_heads": given if heads is None else heads,
-            f"{prefix}d_ff": len(tensors[inner]),
-        }
-    return sizes
+        if stored is not None and given not in (None, stored):
+            raise UserError(f"{path}: the {stack} has {stored} attention heads, but num_heads is {given}")
+        heads[f"{prefix}num_heads"] = given if stored is None else stored
+    return heads
 
 
-def _flags(numbers: dict[str, Any], d_model: int, path: Path) -> dict[str, Any]:
-    flags: dict[str, list[Any]] = {"activation": [], "norm_position": [], "scale_embeddings": []}
+def _flags(numbers: dict[str, float], tensors: dict[str, np.ndarray], path: Path) -> ModelFields:
+    flags: ModelFields = {}
     for stack in _STACKS:
         activation = numbers.pop(f"{stack}/activation", 0)
         if activation not in _ACTIVATIONS:
             raise UserError(f"{path}: {stack}/activation is {activation}; supported: {_ACTIVATIONS}")
-        flags["activation"].append(_ACTIVATIONS[activation])
-        flags["norm_position"].append("pre" if numbers.pop(f"{stack}/pre_norm", 1) else "post")
         old_scale = numbers.pop(f"{stack}/embeddings/multiply_by_sqrt_depth", 1)
         scale = numbers.pop(f"{stack}/scale_embeddings", old_scale)
         # A flag, or the factor itself.
-        if not (isinstance(scale, int) or scale == 1 or math.isclose(scale, math.sqrt(d_model), rel_tol=1e-6)):
+        factor = math.sqrt(tensors[_TARGET].shape[1])
+        if not (isinstance(scale, int) or scale == 1 or math.isclose(scale, factor, rel_tol=1e-6)):
             raise UserError(f"{path}: {stack}/scale_embeddings is {scale}; only 1 and sqrt(d_model) are supported")
-        flags["scale_embeddings"].append(bool(scale) if isinstance(scale, int) else scale != 1)
-    for name, values in flags.items():
-        if values[0] != values[1]:
-            raise UserError(f"{path}: {name} is {values[0]!r} in the encoder and {values[1]!r} in the decoder")
-    return {name: values[0] for name, values in flags.items()}
+        own: ModelFields = {
+            "activation": _ACTIVATIONS[int(activation)],
+            "norm_position": "pre" if numbers.pop(f"{stack}/pre_norm", 1) else "post",
+            "scale_embeddings": bool(scale) if isinstance(scale, int) else scale != 1,
+        }
+        for name, value in own.items():
+            if flags.setdefault(name, value) != value:
+                raise UserError(f"{path}: {name} is {flags[name]!r} in the encoder and {value!r} in the decoder")
+    return flags
 
 
-def _final_norm(tensors: dict[str, np.ndarray], path: Path) -> bool:
-    has_norm = [f"{stack}/layer_norm/gamma" in tensors for stack in _STACKS]
-    if has_norm[0] != has_norm[1]:
-        raise UserError(f"{path}: only one of the two stacks ends with a norm (final_norm)")
-    return has_norm[0]
-
-
-def _positions(tensors: dict[str, np.ndarray], d_model: int) -> dict[str, Any]:
-    names = [f"{stack}/position_encodings/encodings" for stack in _STACKS]
-    tables = [tensors[name] for name in names if name in tensors and tensors[name].ndim == 2]
+def _positions(tensors: dict[str, np.ndarray]) -> ModelFields:
+    """Return the positions, and leave only learned tables among the tensors."""
+    tables = [tensors[name] for name in _POSITIONS if name in tensors and tensors[name].ndim == 2]
     if not tables:
-        return UNSTORED._asdict()
+        return _UNSTORED._asdict()
     length = min(len(table) for table in tables)
-    kinds = [identify_positions(table) for table in tables] + [UNSTORED] * (2 - len(tables))
+    kinds = [identify_positions(table) for table in tables] + [_UNSTORED] * (2 - len(tables))
     if kinds[0] is not None and kinds[0] == kinds[1]:
-        for name in names:
+        for name in _POSITIONS:
             tensors.pop(name, None)
         return kinds[0]._asdict() | {"max_length": length}
-    for name in names:  # a missing table is the one that CTranslate2 computes
-        computed = sinusoids(length, d_model, "halves", "tensor2tensor", 1) if name not in tensors else tensors[name]
-        tensors[name] = np.asarray(computed[:length], np.float32)
+    for name in _POSITIONS:  # a missing table is the one that CTranslate2 computes
+        table = tensors[name] if name in tensors else sinusoids(length, tables[0].shape[1], *_UNSTORED)
+        tensors[name] = np.asarray(table[:length], np.float32)
     return {"positions": "learned", "max_length": length}
-
-
-def _without_positions(params: Params) -> Params:
-    return {name: leaf for name, leaf in params.items() if name not in ("source_positions", "target_positions")}
 
 
 def _numbers(model: ModelConfig) -> dict[str, np.ndarray]:
     code = next(code for code, name in _ACTIVATIONS.items() if name == model.activation)
-    numbers: dict[str, np.ndarray] = {
-        "encoder/embeddings_merge": np.array(0, np.int8),
-        "encoder/multi_query_attention": np.array(0, np.int8),
-        "decoder/alibi": np.array(0, np.int8),
-        "decoder/alibi_use_positive_positions": np.array(0, np.int8),
-        "decoder/scale_alibi": np.array(0, np.int8),
-        "decoder/alignment_heads": np.array(1, np.int16),
-        "decoder/alignment_layer": np.array(-1, np.int16),
-        "decoder/start_from_zero_embedding": np.array(model.decoder_start == "zeros", np.int8),
+    numbers: dict[str, np.generic] = {
+        "encoder/embeddings_merge": np.int8(0),
+        "encoder/multi_query_attention": np.int8(0),
+        "decoder/alibi": np.int8(0),
+        "decoder/alibi_use_positive_positions": np.int8(0),
+        "decoder/scale_alibi": np.int8(0),
+        "decoder/alignment_heads": np.int16(1),
+        "decoder/alignment_layer": np.int16(-1),
+        "decoder/start_from_zero_embedding": np.int8(model.decoder_start == "zeros"),
     }
     for stack in _STACKS:
         numbers |= {
-            f"{stack}/num_heads": np.array(getattr(model, stack).num_heads, np.int16),
-            f"{stack}/pre_norm": np.array(model.norm_position == "pre", np.int8),
-            f"{stack}/activation": np.array(code, np.int8),
-            f"{stack}/scale_embeddings": np.array(model.scale_embeddings, np.int8),
+            f"{stack}/num_heads": np.int16(getattr(model, stack).num_heads),
+            f"{stack}/pre_norm": np.int8(model.norm_position == "pre"),
+            f"{stack}/activation": np.int8(code),
+            f"{stack}/scale_embeddings": np.int8(model.scale_embeddings),
         }
-    return numbers
+    return {name: np.asarray(number) for name, number in numbers.items()}
 
 
-def _config_json(model: ModelConfig, source: Sequence[str], target: Sequence[str]) -> dict[str, Any]:
-    start = model.eos_id if model.decoder_start == "zeros" else model.start_id
-    return {
-        "add_source_bos": model.source_bos,
-        "add_source_eos": model.source_eos,
-        "bos_token": _bos_token(model, target),
-        "eos_token": target[model.eos_id],
-        "unk_token": source[model.unk_id] if model.unk_id < len(source) else "<unk>",
-        "decoder_start_token": target[start],
-        "layer_norm_epsilon": model.norm_epsilon,
-        "multi_query_attention": False,
+def _cut(params: Params, model: ModelConfig, source_rows: int, target_rows: int) -> Params:
+    """Return the parameters without the table rows beyond the vocabularies, and without positions before the first."""
+    leaves = flatten(params)
+    rows: dict[str, slice | tuple[slice, slice]] = {
+        "embedding/table": slice(target_rows),
+        "source_embedding/table": slice(source_rows),
+        "target_embedding/table": slice(target_rows),
+        "output_projection/kernel": (slice(None), slice(target_rows)),
+        "logits_bias": slice(target_rows),
+        "source_positions/table": slice(model.position_offset, None),
+        "target_positions/table": slice(model.position_offset, None),
     }
-
-
-def _bos_token(model: ModelConfig, target: Sequence[str]) -> str:
-    return target[model.bos_id] if model.bos_id < len(target) else "<s>"
+    return unflatten({name: np.asarray(leaf)[rows.get(name, slice(None))] for name, leaf in leaves.items()})

@@ -9,7 +9,6 @@ import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,20 +16,12 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConf
 from transformer_jax.data.subword import SubwordTokenizer, read_codes
 from transformer_jax.data.tokenizer import Tokenizer, WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, Tying, check_expressible, check_plain_heads
-from transformer_jax.interop.tables import (
-    Table,
-    Tensors,
-    embeddings,
-    fairseq_stack,
-    from_foreign,
-    renamed,
-    row,
-    to_foreign,
-)
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Tying
+from transformer_jax.interop.mapping import names
+from transformer_jax.interop.tables import Format, Legal, Tensors, embeddings, from_foreign, renamed
 from transformer_jax.interop.tensor_files import load_torch, state_dict_arrays
 from transformer_jax.runtime.files import read_text
-from transformer_jax.types import Params, UserError
+from transformer_jax.types import UserError
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>")
 """Tokens that precede the tokens listed in a dictionary."""
@@ -38,18 +29,29 @@ BOS_ID, PAD_ID, EOS_ID, UNK_ID = range(4)
 MAX_POSITIONS = 1024
 """fairseq's default limit of a sentence's length, for models whose position tables have no end."""
 
-OUTPUT = ("decoder.output_projection.weight", "decoder.embed_out")
+STACKS = {
+    "{layer}.{self,encoder}_attn.{q,k,v,out}_proj": "{layer}/{self,cross}_attention/{query,key,value,output}",
+    "{layer}.{self,encoder}_attn_layer_norm": "{layer}/{self,cross}_attention_norm",
+    "{layer}.fc{1,2}": "{layer}/feed_forward/{inner,outer}",
+    "{layer}.final_layer_norm": "{layer}/feed_forward_norm",
+}
+"""Names in a layer, which Hugging Face's models have too."""
 
-TABLE = Table(
-    rows=(
-        *embeddings("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", OUTPUT),
-        row("encoder.embed_positions.weight", "source_positions/table"),
-        row("decoder.embed_positions.weight", "target_positions/table"),
-        *fairseq_stack("encoder", {"self_attn": "self_attention"}),
-        *fairseq_stack("decoder", {"self_attn": "self_attention", "encoder_attn": "cross_attention"}),
-    ),
-    ignored=("_float_tensor", "encoder.version", "decoder.version", "embed_positions._float_tensor"),
-)
+
+def _legal(model: ModelConfig) -> Legal:
+    return {
+        "norm_variant": ("standard",),
+        "norm_epsilon": (1e-5,),
+        "final_norm": (model.norm_position == "pre",),
+        "logits_bias": (False,),
+        "positions": ("halves", "learned"),
+        "position_exponent": ("tensor2tensor",) if model.positions == "halves" else ("paper", "tensor2tensor"),
+        "position_offset": (model.pad_id + 1,),
+        "decoder_start": ("eos",),
+        "source_bos": (False,),
+        "source_eos": (True,),
+    }
+
 
 # Names that releases before 0.6 used.
 _OLD_NAMES = {
@@ -62,48 +64,48 @@ _OLD_NAMES = {
 }
 
 
-def params_from_fairseq(tensors: Tensors, config: ModelConfig, origin: str = "the checkpoint") -> Params:
-    """Convert the tensors of a checkpoint, in which query, key and value may be one matrix.
-
-    Args:
-        tensors: Tensors of the checkpoint.
-        config: Model that the checkpoint is for.
-        origin: Where the tensors come from, for errors.
-
-    Raises:
-        UserError: Names, shapes or values do not fit. All problems are listed.
-    """
-    check_fairseq(config)
-    return from_foreign(_separate(renamed(tensors, _new_name, origin), origin), TABLE, config, origin)
+def _new_name(name: str) -> str:
+    for old, new in _OLD_NAMES.get(name.partition(".")[0], {}).items():
+        name = name.replace(f".{old}.", f".{new}.")
+    return name
 
 
-def fairseq_from_params(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the tensors of a checkpoint with the given parameters."""
-    check_fairseq(config)
-    return to_foreign(params, TABLE, config)
+def _prepare(tensors: Tensors, origin: str) -> Tensors:
+    """Return the tensors under their new names, with a fused query, key and value matrix split in three."""
+    separate: dict[str, np.ndarray] = {}
+    for name, tensor in renamed(tensors, _new_name, origin).items():
+        prefix, separator, kind = name.partition(".in_proj_")
+        parts = {name: tensor}
+        if separator and kind in ("weight", "bias") and tensor.ndim and len(tensor) % 3 == 0:
+            parts = {f"{prefix}.{q}_proj.{kind}": part for q, part in zip("qkv", np.split(tensor, 3), strict=True)}
+            duplicates = [part for part in parts if part in tensors]
+            if duplicates:
+                raise UserError(f"{origin}: {name} and {', '.join(duplicates)} hold the same weights. Remove one")
+        separate |= parts
+    return separate
 
 
-def check_fairseq(config: ModelConfig) -> None:
-    """Raise UserError unless fairseq's `transformer` can compute the model."""
-    legal = {
-        "norm_variant": ("standard",),
-        "norm_epsilon": (1e-5,),
-        "logits_bias": (False,),
-        "positions": ("halves", "learned"),
-        "position_exponent": ("tensor2tensor",) if config.positions == "halves" else ("paper", "tensor2tensor"),
-        "position_offset": (config.pad_id + 1,),
-        "decoder_start": ("eos",),
-        "source_bos": (False,),
-        "source_eos": (True,),
-        "activation": ("relu", "gelu", "swish"),
-    }
-    check_expressible(config, "fairseq", legal)
-    check_plain_heads(config, "fairseq")
-    if config.final_norm != (config.norm_position == "pre"):
-        raise UserError(
-            f"fairseq cannot express this model: model.final_norm={config.final_norm} and model.norm_position="
-            f"{config.norm_position!r}, but fairseq has a final norm with 'pre' and none with 'post'"
-        )
+FAIRSEQ = Format(
+    "fairseq",
+    rows=(
+        *embeddings(
+            ("encoder.embed_tokens.weight",),
+            ("decoder.embed_tokens.weight",),
+            ("decoder.output_projection.weight", "decoder.embed_out"),
+        ),
+        *names(
+            STACKS
+            | {
+                "{encoder,decoder}.embed_positions": "{source,target}_positions",
+                "{encoder,decoder}.layer_norm": "{encoder,decoder}/final_norm",
+            },
+            "{encoder,decoder}.layers.{i}",
+        ),
+    ),
+    ignored=("_float_tensor", "encoder.version", "decoder.version"),
+    legal=_legal,
+    prepare=_prepare,
+)
 
 
 def read_fairseq(path: Path) -> Imported:
@@ -121,18 +123,17 @@ def read_fairseq(path: Path) -> Imported:
     """
     file = _checkpoint_file(path)
     checkpoint = load_torch(file, (argparse.Namespace,))
-    args = _settings(checkpoint, file)
-    state = checkpoint.get("model")
-    tensors = state_dict_arrays(state, str(file))
-    source, target = _languages(args, file.parent)
+    settings = _settings(checkpoint, file)
+    tensors = state_dict_arrays(checkpoint.get("model"), str(file))
+    source, target = _languages(settings, file.parent)
     codes = next((file.parent / n for n in ("bpecodes", "code", "codes") if (file.parent / n).is_file()), None)
-    names = [file.parent / f"dict.{language}.txt" for language in (source, target)]
-    dictionaries = [read_dictionary(name, codes) for name in names]
-    joint = bool(args.get("share_all_embeddings"))
-    if joint and names[0].read_bytes() != names[1].read_bytes():
-        raise UserError(f"{names[0]} and {names[1]} differ, and the model shares all embeddings")
-    pair = TokenizerPair(dictionaries[0], dictionaries[0] if joint else dictionaries[1])
-    model = _model_config(args, pair, tensors, file)
+    dictionaries = [file.parent / f"dict.{language}.txt" for language in (source, target)]
+    tokenizers = [read_dictionary(dictionary, codes) for dictionary in dictionaries]
+    joint = bool(settings.get("share_all_embeddings"))
+    if joint and dictionaries[0].read_bytes() != dictionaries[1].read_bytes():
+        raise UserError(f"{dictionaries[0]} and {dictionaries[1]} differ, and the model shares all embeddings")
+    pair = TokenizerPair(tokenizers[0], tokenizers[0] if joint else tokenizers[1])
+    model = _model_config(settings, pair, tensors)
     config = Config(
         model=model,
         data=DataConfig(
@@ -141,12 +142,12 @@ def read_fairseq(path: Path) -> Imported:
             max_length=min(256, model.max_length - model.position_offset),
         ),
         tokenizer=TokenizerConfig(kind="subword_nmt" if codes else "pretokenized", joint=joint),
-        training=TrainingConfig(label_smoothing=_setting(args, file, "label_smoothing", 0.0)),
+        training=TrainingConfig(label_smoothing=settings.read("label_smoothing", float, 0.0)),
         decoding=DecodingConfig(
             beam_size=5, length_penalty="power", alpha=1.0, stopping="ctranslate2", max_length_offset=200, min_length=1
         ),
     )
-    return Imported(config, params_from_fairseq(tensors, model, str(file)), pair)
+    return Imported(config, from_foreign(tensors, FAIRSEQ, model, str(file)), pair)
 
 
 def _checkpoint_file(path: Path) -> Path:
@@ -156,8 +157,8 @@ def _checkpoint_file(path: Path) -> Path:
     if len(files) > 1:
         files = [file for file in files if file.name in ("checkpoint_best.pt", "model.pt")] or files
     if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise UserError(f"{path}: the folder has these checkpoints *.pt: {names}. Give the path of one file")
+        found = ", ".join(file.name for file in files) or "none"
+        raise UserError(f"{path}: the folder has these checkpoints *.pt: {found}. Give the path of one file")
     return files[0]
 
 
@@ -174,8 +175,7 @@ def read_dictionary(path: Path, codes: Path | None = None) -> Tokenizer:
     vocabulary, known = list(SPECIAL_TOKENS), set(SPECIAL_TOKENS)
     for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), 1):
         overwrites = line.endswith(" #fairseq:overwrite")
-        line = line.removesuffix(" #fairseq:overwrite")
-        piece, separator, count = line.rpartition(" ")
+        piece, separator, count = line.removesuffix(" #fairseq:overwrite").rpartition(" ")
         if not separator or not count.isdecimal():
             raise UserError(f"{path}, line {number}: {line!r} is not a piece and its count")
         if piece in known and not overwrites:
@@ -188,33 +188,31 @@ def read_dictionary(path: Path, codes: Path | None = None) -> Tokenizer:
     return SubwordTokenizer(read_codes(codes), vocabulary, ids)
 
 
-def _settings(checkpoint: Any, file: Path) -> dict[str, Any]:
+def _settings(checkpoint: object, file: Path) -> Settings:
     """Return the settings of the model, with the languages and the smoothing that later releases keep elsewhere."""
     if not isinstance(checkpoint, Mapping):
         raise UserError(f"{file} holds {type(checkpoint).__name__}, not a fairseq checkpoint")
 
-    def plain(settings: Any) -> dict[str, Any] | None:
+    def plain(settings: object) -> dict[str, object]:
         settings = vars(settings) if isinstance(settings, argparse.Namespace) else settings
-        return dict(settings) if isinstance(settings, Mapping) else None
+        return dict(settings) if isinstance(settings, Mapping) else {}
 
-    args, cfg = plain(checkpoint.get("args")), plain(checkpoint.get("cfg")) or {}
-    args = plain(cfg.get("model")) if args is None else args
-    if args is None:
+    cfg = plain(checkpoint.get("cfg"))
+    args = plain(checkpoint.get("args")) or plain(cfg.get("model"))
+    if not args:
         raise UserError(f"{file} is not a fairseq checkpoint: it has no settings of a model (args, or cfg with model)")
-    nested = [name for name in ("encoder", "decoder") if isinstance(args.get(name), Mapping | argparse.Namespace)]
+    nested = [name for name in ("encoder", "decoder") if plain(args.get(name))]
     if nested:
         raise UserError(
             f"{file}: the settings {', '.join(nested)} are tables. Only the architecture `transformer` can be imported"
         )
-    for part, names in (("task", ("source_lang", "target_lang")), ("criterion", ("label_smoothing",))):
-        for name in names:
-            if args.get(name) is None:
-                args[name] = (plain(cfg.get(part)) or {}).get(name)
-    return args
+    task, criterion = plain(cfg.get("task")), plain(cfg.get("criterion"))
+    later = {name: task.get(name) for name in ("source_lang", "target_lang")}
+    return Settings((file, later | {"label_smoothing": criterion.get("label_smoothing")}), (file, args))
 
 
-def _languages(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
-    source, target = args.get("source_lang"), args.get("target_lang")
+def _languages(settings: Settings, folder: Path) -> tuple[str, str]:
+    source, target = settings.get("source_lang"), settings.get("target_lang")
     if source and target:
         for language in (str(source), str(target)):
             if not re.fullmatch(r"[\w.-]+", language):  # it becomes part of a file's name
@@ -223,70 +221,66 @@ def _languages(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
                     "of a file name"
                 )
         return str(source), str(target)
-    names = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
+    found = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
     raise UserError(
         f"{folder}: the checkpoint's settings name no source_lang and target_lang, so it is not known which dictionary "
-        f"({names}) belongs to which side"
+        f"({found}) belongs to which side"
     )
 
 
-def _setting(args: Mapping[str, Any], file: Path, name: str, default: Any) -> Any:
-    """Return a setting of the type of its default. A setting whose default is a type must be in the checkpoint."""
-    kind = default if isinstance(default, type) else type(default)
-    value = args.get(name)
-    if value is None and not isinstance(default, type):
-        return default
-    if type(value) not in ((int, float) if kind is float else (kind,)):
-        actual = "missing" if value is None else repr(value)
-        raise UserError(f"{file}: the setting {name} is {actual}; a value of type {kind.__name__} is needed")
-    return kind(value)
+# Settings that change the function, with the values that can be imported.
+_LEGAL_SETTINGS: dict[str, tuple[object, ...]] = {
+    "no_token_positional_embeddings": (False,),
+    "layernorm_embedding": (False,),
+    "adaptive_input": (False,),
+    "adaptive_softmax_cutoff": (),
+    "cross_self_attention": (False,),
+    "no_cross_attention": (False,),
+    "no_decoder_final_norm": (False,),
+    "tie_adaptive_weights": (False,),
+    "activation_fn": ("relu", "gelu", "swish"),
+}
 
 
-def _model_config(args: Mapping[str, Any], pair: TokenizerPair, tensors: Tensors, file: Path) -> ModelConfig:
-    def setting(name: str, default: Any) -> Any:
-        return _setting(args, file, name, default)
-
-    for name, legal in _UNKNOWN_SETTINGS.items():
-        if args.get(name) not in (None, legal):
-            raise UserError(f"{file}: the setting {name} is {args[name]!r}; only {legal!r} can be imported")
-    pre = [setting(f"{stack}_normalize_before", False) for stack in ("encoder", "decoder")]
-    learned = [setting(f"{stack}_learned_pos", False) for stack in ("encoder", "decoder")]
-    widths = [setting(f"{stack}_embed_dim", 512) for stack in ("encoder", "decoder")]
-    for name, values in (("normalize_before", pre), ("learned_pos", learned), ("embed_dim", widths)):
-        if values[0] != values[1]:
-            raise UserError(
-                f"{file}: encoder_{name} is {values[0]} and decoder_{name} is {values[1]}; they must be equal"
-            )
-    tied: Tying = "none"
-    if setting("share_all_embeddings", False):
-        tied = "all"
-    elif setting("share_decoder_input_output_embed", False):
-        tied = "target"
-    table = tensors.get("encoder.embed_positions.weight") if learned[0] else None
+def _model_config(settings: Settings, pair: TokenizerPair, tensors: Tensors) -> ModelConfig:
+    settings.require(_LEGAL_SETTINGS)
+    read = settings.read
+    pre = read("encoder_normalize_before", bool, False)
+    learned = read("encoder_learned_pos", bool, False)
+    d_model = read("encoder_embed_dim", int, 512)
+    for name, kind, default, value in (
+        ("normalize_before", bool, False, pre),
+        ("learned_pos", bool, False, learned),
+        ("embed_dim", int, 512, d_model),
+    ):
+        other = read(f"decoder_{name}", kind, default)
+        if other != value:
+            raise settings.error(f"decoder_{name}", f"the value of encoder_{name}, {value},")
+    tied: Tying = "target" if read("share_decoder_input_output_embed", bool, False) else "none"
+    table = tensors.get("encoder.embed_positions.weight") if learned else None
+    fields: ModelFields = {"activation": read("activation_fn", str, "relu")}
+    for stack, prefix in (("encoder", ""), ("decoder", "decoder_")):
+        fields[f"{prefix}num_layers"] = read(f"{stack}_layers", int, 6)
+        fields[f"{prefix}num_heads"] = read(f"{stack}_attention_heads", int)
+        fields[f"{prefix}d_ff"] = read(f"{stack}_ffn_embed_dim", int, 2048)
     return ModelConfig(
         vocab_size=pair.target.vocab_size,
         source_vocab_size=None if pair.joint else pair.source.vocab_size,
-        d_model=widths[0],
-        num_layers=setting("encoder_layers", 6),
-        decoder_num_layers=setting("decoder_layers", 6),
-        num_heads=setting("encoder_attention_heads", int),
-        decoder_num_heads=setting("decoder_attention_heads", int),
-        d_ff=setting("encoder_ffn_embed_dim", 2048),
-        decoder_d_ff=setting("decoder_ffn_embed_dim", 2048),
-        norm_position="pre" if pre[0] else "post",
-        final_norm=pre[0],
+        d_model=d_model,
+        **fields,
+        norm_position="pre" if pre else "post",
+        final_norm=pre,
         norm_epsilon=1e-5,
-        activation=setting("activation_fn", "relu"),
         attention_bias=True,
-        residual_dropout=setting("dropout", 0.1),
-        attention_dropout=setting("attention_dropout", 0.0),
-        activation_dropout=setting("activation_dropout", 0.0) or setting("relu_dropout", 0.0),
-        positions="learned" if learned[0] else "halves",
+        residual_dropout=read("dropout", float, 0.1),
+        attention_dropout=read("attention_dropout", float, 0.0),
+        activation_dropout=read("activation_dropout", float, 0.0) or read("relu_dropout", float, 0.0),
+        positions="learned" if learned else "halves",
         position_exponent="tensor2tensor",
         position_offset=PAD_ID + 1,
-        max_length=len(table) if table is not None else MAX_POSITIONS,
-        tie_embeddings=tied,
-        scale_embeddings=not setting("no_scale_embedding", False),
+        max_length=MAX_POSITIONS if table is None else len(table),
+        tie_embeddings="all" if read("share_all_embeddings", bool, False) else tied,
+        scale_embeddings=not read("no_scale_embedding", bool, False),
         decoder_start="eos",
         pad_id=PAD_ID,
         bos_id=BOS_ID,
@@ -294,38 +288,3 @@ def _model_config(args: Mapping[str, Any], pair: TokenizerPair, tensors: Tensors
         unk_id=UNK_ID,
         initialization="torch_fused",
     )
-
-
-# Settings that change the function, with the only value that can be imported.
-_UNKNOWN_SETTINGS = {
-    "no_token_positional_embeddings": False,
-    "layernorm_embedding": False,
-    "adaptive_input": False,
-    "adaptive_softmax_cutoff": None,
-    "cross_self_attention": False,
-    "no_cross_attention": False,
-    "no_decoder_final_norm": False,
-    "tie_adaptive_weights": False,
-}
-
-
-def _new_name(name: str) -> str:
-    for old, new in _OLD_NAMES.get(name.partition(".")[0], {}).items():
-        name = name.replace(f".{old}.", f".{new}.")
-    return name
-
-
-def _separate(tensors: Mapping[str, np.ndarray], origin: str) -> dict[str, np.ndarray]:
-    """Return the tensors with a fused query, key and value matrix split in three."""
-    separate: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
-        prefix, separator, kind = name.partition(".in_proj_")
-        parts = {name: tensor}
-        if separator and kind in ("weight", "bias") and tensor.ndim and len(tensor) % 3 == 0:
-            names = [f"{prefix}.{letter}_proj.{kind}" for letter in "qkv"]
-            parts = dict(zip(names, np.split(tensor, 3), strict=True))
-            duplicates = [part for part in parts if part in tensors]
-            if duplicates:
-                raise UserError(f"{origin}: {name} and {', '.join(duplicates)} hold the same weights. Remove one")
-        separate |= parts
-    return separate

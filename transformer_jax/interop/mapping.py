@@ -1,25 +1,66 @@
-"""Mapping files: a small TOML file states which tensor of the user's own PyTorch model is which parameter."""
+"""Names of tensors in a small language, for the tables of the formats and for the mapping files of users.
+
+A mapping file states in TOML which tensor of the user's own PyTorch model is which parameter.
+"""
 
 import difflib
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop.tables import Row, Table, flatten, row
+from transformer_jax.interop.tables import Format, Row, flatten
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
-# Names of a module's tensors, for a path that names a module and not a parameter.
-_WEIGHT, _BIAS = ("weight",), ("bias",)
-_SCALE, _SHIFT = ("weight", "g", "gamma", "alpha", "a_2", "scale"), ("bias", "b", "beta", "b_2", "shift")
-_PARAMETERS = ("kernel", "bias", "scale", "table", "logits_bias")
+NormNames = tuple[tuple[str, ...], tuple[str, ...]]
+"""Names of a norm's scale and of its shift. The first of each is written, all of them are read."""
+LAYER_NORM: NormNames = (("weight",), ("bias",))
+_ANY_NORM = ("weight", "g", "gamma", "alpha", "a_2", "scale"), ("bias", "b", "beta", "b_2", "shift")
+_PARAMETERS = {"kernel", "bias", "scale", "table", "logits_bias"}
 
 
-def read_mapping(path: Path) -> Table:
+def names(
+    table: Mapping[str, object], layer: str = "", *, norm: NormNames = LAYER_NORM, zeros: bool = True, origin: str = ""
+) -> tuple[Row, ...]:
+    """Return the rows of a table {foreign name: path or list of paths} in the language of `read_mapping`.
+
+    Args:
+        table: The table. A foreign module whose name ends in `_` or `/` joins it to the names of its tensors.
+        layer: Foreign name of a layer, for which `{layer}` stands on the left. On the right `{layer}` stands for
+            `{encoder,decoder}/layer_{i}`.
+        norm: Names of a norm's tensors.
+        zeros: Whether the format has biases of zeros where the model has none, for rows that name modules.
+        origin: Where the table comes from, for errors.
+
+    Raises:
+        UserError: A row cannot be understood.
+    """
+    rows: list[Row] = []
+    for foreign, value in table.items():
+        where = f"{origin}: {foreign!r} is mapped to {value!r}"
+        ours = [value] if isinstance(value, str) else value
+        if not isinstance(ours, list) or not ours or not all(map(_is_text, ours)):
+            raise UserError(f"{where}; a path or a list of paths is needed")
+        foreign = foreign.replace("{layer}", layer)
+        ours = [path.replace("{layer}", "{encoder,decoder}/layer_{i}") for path in ours]
+        if {"{i}" in name for name in (foreign, *ours)} != {"{i}" in foreign}:
+            raise UserError(f"{where}; {{i}} must be on both sides, or on neither")
+        for name, paths in _expanded(foreign, ours, where):
+            leaves = {path.rpartition("/")[2] for path in paths}
+            if not leaves & _PARAMETERS:
+                rows += _module(name, paths, norm, zeros)
+            elif len(leaves) == 1:
+                rows.append(Row((name,), paths))
+            else:
+                raise UserError(f"{where}; all parameters in one tensor must be of one kind")
+    return tuple(rows)
+
+
+def read_mapping(path: Path) -> Format:
     """Read a mapping file.
 
         ignore = [".pe"]                # name endings of tensors that hold no parameter
@@ -48,20 +89,11 @@ def read_mapping(path: Path) -> Table:
     if tree or not isinstance(tensors, dict) or not isinstance(ignore, list) or not all(map(_is_text, ignore)):
         unknown = f", not {', '.join(tree)}" if tree else ""
         raise UserError(f"{path}: a mapping has a table [tensors] and optionally a list `ignore` of endings{unknown}")
-    rows: list[Row] = []
-    for foreign, value in tensors.items():
-        where = f"{path}: {foreign!r} is mapped to {value!r}"
-        ours = [value] if isinstance(value, str) else value
-        if not isinstance(ours, list) or not ours or not all(map(_is_text, ours)):
-            raise UserError(f"{where}; a path or a list of paths is needed")
-        if {"{i}" in name for name in (foreign, *ours)} != {"{i}" in foreign}:
-            raise UserError(f"{where}; {{i}} must be on both sides, or on neither")
-        for name, paths in _expanded(foreign, ours, where):
-            rows += _rows(name, paths, where)
-    return Table(tuple(rows), tuple(ignore))
+    rows = names(tensors, norm=_ANY_NORM, origin=str(path))
+    return Format("mapping", rows, tuple(ignore), conventions={"norm_epsilon": 1e-5}, is_mapping=True)
 
 
-def check_mapping(table: Table, config: ModelConfig, path: Path) -> None:
+def check_mapping(table: Format, config: ModelConfig, path: Path) -> None:
     """Check that every parameter that a mapping file names exists in a model.
 
     Raises:
@@ -78,47 +110,44 @@ def check_mapping(table: Table, config: ModelConfig, path: Path) -> None:
                 raise UserError(f"{path}: {item.foreign[0]!r}: the model has no {name!r}. Similar: {', '.join(close)}")
 
 
-def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, list[str]]]:
+def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield one foreign name and its paths for each combination of the alternatives on the left."""
     left, right = _alternatives(foreign), [_alternatives(path) for path in ours]
     for groups in right:
         if [len(group) for group in groups[: len(left)]] != [len(group) for group in left]:
             raise UserError(f"{where}; the alternatives {{a,b}} of both sides must be equally many, in one order")
     for choice in itertools.product(*(range(len(group)) for group in left)):
-        paths = []
+        paths: list[str] = []
         for path, groups in zip(ours, right, strict=True):
             picked = [(group[i],) for group, i in zip(groups, choice, strict=False)]
             paths += [_filled(path, words) for words in itertools.product(*picked, *groups[len(left) :])]
-        yield _filled(foreign, [group[i] for group, i in zip(left, choice, strict=True)]), paths
+        yield _filled(foreign, [group[i] for group, i in zip(left, choice, strict=True)]), tuple(paths)
 
 
 def _alternatives(text: str) -> list[list[str]]:
     return [group.split(",") for group in re.findall(r"\{([^{}]*,[^{}]*)\}", text)]
 
 
-def _filled(text: str, words: list[str] | tuple[str, ...]) -> str:
+def _filled(text: str, words: Sequence[str]) -> str:
     remaining = iter(words)
     return re.sub(r"\{[^{}]*,[^{}]*\}", lambda _: next(remaining), text)
 
 
-def _rows(foreign: str, paths: list[str], where: str) -> list[Row]:
-    """Return the rows of one foreign tensor or module."""
-    leaves = {path.rpartition("/")[2] for path in paths}
-    if leaves & set(_PARAMETERS):
-        if len(leaves) > 1:
-            raise UserError(f"{where}; all parameters in one tensor must be of one kind")
-        return [row(foreign, *paths)]
+def _module(foreign: str, paths: tuple[str, ...], norm: NormNames, zeros: bool) -> list[Row]:
+    """Return the rows of the tensors of one foreign module."""
+    prefix = foreign if foreign.endswith(("_", "/")) else f"{foreign}."
 
     def tensor(names: tuple[str, ...], kind: str, zeros: bool = False) -> Row:
-        return row([f"{foreign}.{name}" for name in names], *(f"{path}/{kind}" for path in paths), zeros=zeros)
+        return Row(tuple(prefix + name for name in names), tuple(f"{path}/{kind}" for path in paths), zeros)
 
+    weight, bias = LAYER_NORM
     if all(path.endswith("norm") for path in paths):
-        return [tensor(_SCALE, "scale"), tensor(_SHIFT, "bias")]
+        return [tensor(norm[0], "scale"), tensor(norm[1], "bias")]
     if all(path.endswith(("embedding", "positions")) for path in paths):
-        return [tensor(_WEIGHT, "table")]
-    if paths == ["output_projection"]:
-        return [tensor(_WEIGHT, "kernel"), row(f"{foreign}.bias", "logits_bias", zeros=True)]
-    return [tensor(_WEIGHT, "kernel"), tensor(_BIAS, "bias", zeros=True)]
+        return [tensor(weight, "table")]
+    if paths == ("output_projection",):
+        return [tensor(weight, "kernel"), Row((f"{prefix}bias",), ("logits_bias",), zeros=True)]
+    return [tensor(weight, "kernel"), tensor(bias, "bias", zeros)]
 
 
 def _is_text(value: object) -> bool:

@@ -1,11 +1,14 @@
 """Hugging Face's Marian folders, such as those of OPUS-MT, with their tokenizers.
 
+Marian's position tables have all sines before all cosines. The paper's alternate. Both tables have equal columns in
+another order, so permuting every d_model axis of the weights converts a model with one into a model with the other.
+
 Two habits of `generate` differ from this package's search, wherever the model comes from. Padding is never generated
 here. A hypothesis that reaches the limit counts as it is, where `forced_eos_token_id` would replace its last token by
 EOS.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,20 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Activation, Imported, Start, Tying, write_json
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Start, write_json
+from transformer_jax.interop.fairseq_format import STACKS
+from transformer_jax.interop.mapping import names
 from transformer_jax.interop.marian_tokenizers import read_tokenizers, write_tokenizers
-from transformer_jax.interop.marian_weights import marian_tensors, params_from_marian
+from transformer_jax.interop.tables import (
+    Format,
+    Row,
+    Tensors,
+    embeddings,
+    flatten,
+    from_foreign,
+    to_foreign,
+    unflatten,
+)
 from transformer_jax.interop.tensor_files import load_torch, read_safetensors, state_dict_arrays, write_safetensors
 from transformer_jax.runtime.files import read_json
 from transformer_jax.types import Params, UserError
@@ -23,9 +37,46 @@ from transformer_jax.types import Params, UserError
 MAX_LENGTH_OFFSET = 128
 """Largest `decoding.max_length_offset` of an imported model."""
 
+_SHARED, _LOGITS_BIAS = "model.shared.weight", "final_logits_bias"
+_SOURCE, _TARGET = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+_WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none": ()}
+
+
+def _without_shared(tensors: Tensors, origin: str) -> Tensors:
+    """Return the tensors without the shared table if there is a table for each side."""
+    both = {_SOURCE, _TARGET} <= tensors.keys()
+    return {name: tensor for name, tensor in tensors.items() if not (both and name == _SHARED)}
+
+
+MARIAN = Format(
+    "marian",
+    rows=(
+        # transformers writes the first of several names.
+        Row((_SHARED,), ("embedding/table",)),
+        *embeddings((_SOURCE, _SHARED), (_TARGET, _SHARED), (_OUTPUT,)),
+        Row((_LOGITS_BIAS,), ("logits_bias",), leading=1),
+        *names(STACKS, "model.{encoder,decoder}.layers.{i}"),
+    ),
+    ignored=("embed_positions.weight",),
+    positions=("embed_positions.weight",),
+    legal=lambda model: {
+        "norm_position": ("post",),
+        "final_norm": (False,),
+        "norm_epsilon": (1e-5,),
+        "norm_variant": ("standard",),
+        "positions": ("interleaved", "halves"),
+        "position_exponent": ("paper",),
+        "position_offset": (0,),
+        "decoder_start": ("bos", "eos", "pad"),
+        "source_bos": (False,),
+    },
+    prepare=_without_shared,
+)
+
 # Settings that change the output, and their legal values. A setting without legal values must be absent or null.
 # `static_position_embeddings` is not among them: MarianMTModel ignores it and always computes sinusoids.
-_LEGAL: dict[str, tuple[Any, ...]] = {
+_LEGAL: dict[str, tuple[object, ...]] = {
     "model_type": ("marian",),
     "is_encoder_decoder": (True,),
     "is_decoder": (False,),
@@ -36,6 +87,7 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "encoder_layerdrop": (0,),
     "decoder_layerdrop": (0,),
     "quantization_config": (),
+    "activation_function": ("relu", "gelu", "swish", "silu"),
     "do_sample": (False,),
     "num_beam_groups": (1,),
     "diversity_penalty": (0,),
@@ -56,14 +108,30 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "stop_strings": (),
 }
-_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu": "gelu", "swish": "swish", "silu": "swish"}
+
+# Settings that are a field of `ModelConfig`, with their type and default.
+_FIELDS: dict[str, tuple[str, type[Any], Any]] = {
+    "d_model": ("d_model", int, None),
+    "dropout": ("residual_dropout", float, 0.1),
+    "attention_dropout": ("attention_dropout", float, 0.0),
+    "activation_dropout": ("activation_dropout", float, 0.0),
+    "activation_function": ("activation", str, "gelu"),
+    "scale_embedding": ("scale_embeddings", bool, False),
+    "max_position_embeddings": ("max_length", int, 1024),
+    "encoder_layers": ("num_layers", int, None),
+    "encoder_attention_heads": ("num_heads", int, None),
+    "encoder_ffn_dim": ("d_ff", int, None),
+    "decoder_layers": ("decoder_num_layers", int, None),
+    "decoder_attention_heads": ("decoder_num_heads", int, None),
+    "decoder_ffn_dim": ("decoder_d_ff", int, None),
+}
 
 
 def read_marian(folder: Path) -> Imported:
     """Read a Marian folder.
 
     It has `config.json`, `model.safetensors` or `pytorch_model.bin`, `source.spm`, `target.spm`, `vocab.json`, and
-    optionally `generation_config.json`.
+    optionally `generation_config.json`, whose settings override those of `config.json`.
 
     `generate` limits the output to `max_length` tokens. This package limits it to the number of source tokens plus
     `decoding.max_length_offset`, which becomes 128, or `max_length` if that is less.
@@ -73,30 +141,43 @@ def read_marian(folder: Path) -> Imported:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    settings = _Settings(folder)
-    pad_id, eos_id, start_id = (settings.number(f"{name}_token_id") for name in ("pad", "eos", "decoder_start"))
+    file, generation, tokenizer = (
+        folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config")
+    )
+    settings = Settings(
+        (file, read_json(file)),
+        (generation, read_json(generation) if generation.is_file() else {}),
+        (tokenizer, {"separate_vocabs": read_json(tokenizer).get("separate_vocabs")} if tokenizer.is_file() else {}),
+    )
+    if "model_type" not in settings:
+        raise UserError(f"{file} has no model_type. A Marian folder has model_type 'marian'")
+    settings.require(_LEGAL)
+    pad_id, eos_id, start_id = (settings.read(f"{name}_token_id", int) for name in ("pad", "eos", "decoder_start"))
     starts: dict[int, Start] = {pad_id: "pad", eos_id: "eos"}
     start = starts.get(start_id, "bos")
     # A Marian model uses BOS only as the decoder's start.
-    bos_id = start_id if start == "bos" else settings.number("bos_token_id", eos_id)
+    bos_id = start_id if start == "bos" else settings.read("bos_token_id", int, eos_id)
     pair = read_tokenizers(folder, pad_id, bos_id, eos_id)
     tensors = _read_tensors(folder)
-    model = _model_config(
-        settings,
+    model = ModelConfig(
+        **_model_fields(settings),
+        norm_epsilon=1e-5,
+        attention_bias=True,
+        positions="halves",
         decoder_start=start,
         pad_id=pad_id,
         bos_id=bos_id,
         eos_id=eos_id,
         unk_id=pad_id if pair.source.unk_id is None else pair.source.unk_id,
-        logits_bias="final_logits_bias" in tensors,
+        logits_bias=_LOGITS_BIAS in tensors,
     )
-    joint = model.source_rows == model.vocab_size and not settings.given("separate_vocabs")
+    joint = model.source_rows == model.vocab_size and not settings.get("separate_vocabs")
     config = Config(
         model=model,
         tokenizer=TokenizerConfig(kind=pair.source.kind, joint=joint),
         decoding=_decoding_config(settings, model),
     )
-    return Imported(config, params_from_marian(tensors, model, str(folder)), pair)
+    return Imported(config, from_foreign(tensors, MARIAN, model, str(folder)), pair)
 
 
 def write_marian(
@@ -116,67 +197,49 @@ def write_marian(
     """
     tensors = marian_tensors(params, config.model)
     write_tokenizers(folder, tokenizers, config.model)
-    for name, tree in (
-        ("config.json", _config_json(config.model)),
-        ("generation_config.json", _generation_json(config, tokenizers, warn)),
-    ):
-        write_json(folder / name, tree)
+    write_json(folder / "config.json", _config_json(config.model))
+    write_json(folder / "generation_config.json", _generation_json(config, tokenizers, warn))
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
 
-class _Settings:
-    """The settings of `config.json`, overridden by those of `generation_config.json`, which older folders lack."""
+def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
+    """Return the float32 tensors of a `MarianMTModel` that computes the same function.
 
-    def __init__(self, folder: Path) -> None:
-        self._origin: dict[str, Path] = {}
-        self._values: dict[str, Any] = {}
-        self.file = folder / "config.json"
-        for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-            if name != "config.json" and not (folder / name).is_file():
-                continue
-            for key, value in read_json(folder / name).items():
-                if value is not None and (name != "tokenizer_config.json" or key == "separate_vocabs"):
-                    self._values[key], self._origin[key] = value, folder / name
-        if "model_type" not in self._values:
-            raise UserError(f"{self.file} has no model_type. A Marian folder has model_type 'marian'")
-        for key, legal in _LEGAL.items():
-            if key in self._values and self._values[key] not in legal:
-                raise self.error(key, " or ".join(map(repr, legal)) if legal else "null")
-
-    def given(self, key: str, default: Any = None) -> Any:
-        """Return a setting without checking its type."""
-        return self._values.get(key, default)
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """Return a setting that is an integer of at least 0, and that must exist unless it has a default."""
-        value = self._values.get(key, default)
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if type(value) is not int or value < 0:
-            raise self.error(key, "an integer of at least 0")
-        return value
-
-    def rate(self, key: str, default: float) -> float:
-        """Return a setting that is a number of at least 0."""
-        value = self._values.get(key, default)
-        if type(value) not in (int, float) or not value >= 0:
-            raise self.error(key, "a number of at least 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a setting that is true or false."""
-        value = self._values.get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def error(self, key: str, legal: str) -> UserError:
-        """Return an error about a setting that cannot be used."""
-        value = repr(self._values[key]) if key in self._values else "missing"
-        return UserError(f"{self._origin.get(key, self.file)}: {key} is {value}; only {legal} is supported")
+    Raises:
+        UserError: Marian cannot express the model. The fields are named.
+    """
+    MARIAN.check(model)
+    if model.positions == "interleaved":
+        params = in_halves(params, model.d_model)
+    tensors = to_foreign(params, MARIAN, model)
+    for name in _WRITTEN_ONCE[model.tie_embeddings]:
+        del tensors[name]
+    tensors.setdefault(_LOGITS_BIAS, np.zeros((1, model.vocab_size)))
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
-def _read_tensors(folder: Path) -> Mapping[str, np.ndarray]:
+def in_halves(params: Params, d_model: int) -> Params:
+    """Convert the parameters of a model with interleaved positions for a model with halves that is equal to it."""
+    order = np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
+    leaves = {}
+    for path, leaf in flatten(params).items():
+        axis = _model_axis(path)
+        leaves[path] = np.asarray(leaf) if axis is None else np.take(np.asarray(leaf), order, axis)
+    return unflatten(leaves)
+
+
+def _model_axis(path: str) -> int | None:
+    """Return the axis of a parameter that is d_model, or None."""
+    if path.endswith("/table"):
+        return 1
+    if path.endswith(("output/kernel", "outer/kernel")):
+        return -1
+    if path.endswith(("logits_bias", "query/bias", "key/bias", "value/bias", "inner/bias")):
+        return None
+    return 0
+
+
+def _read_tensors(folder: Path) -> Tensors:
     if (folder / "model.safetensors").is_file():
         return read_safetensors(folder / "model.safetensors")
     if (folder / "pytorch_model.bin").is_file():
@@ -185,108 +248,80 @@ def _read_tensors(folder: Path) -> Mapping[str, np.ndarray]:
     raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
-def _model_config(settings: _Settings, **known: Any) -> ModelConfig:
-    activation = settings.given("activation_function", "gelu")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise settings.error("activation_function", ", ".join(_ACTIVATIONS))
-    rows = settings.number("vocab_size")
-    target_rows = rows
-    tied: Tying = "all"
-    if not settings.flag("share_encoder_decoder_embeddings", True):
-        target_rows, tied = settings.number("decoder_vocab_size", rows), "target"
-    if not settings.flag("tie_word_embeddings", True):
+def _model_fields(settings: Settings) -> ModelFields:
+    """Return the fields of `ModelConfig` that the settings state, except special ids."""
+    fields: ModelFields = {
+        field: settings.read(name, kind, default) for name, (field, kind, default) in _FIELDS.items()
+    }
+    fields["activation"] = {"silu": "swish"}.get(fields["activation"], fields["activation"])
+    rows = target_rows = settings.read("vocab_size", int)
+    tied = "all"
+    if not settings.read("share_encoder_decoder_embeddings", bool, True):
+        target_rows, tied = settings.read("decoder_vocab_size", int, rows), "target"
+    if not settings.read("tie_word_embeddings", bool, True):
         tied = "none"
-    stacks = ("encoder", "decoder")
-    layers, heads, inner = (
-        [settings.number(f"{stack}_{name}") for stack in stacks] for name in ("layers", "attention_heads", "ffn_dim")
-    )
-    return ModelConfig(
-        vocab_size=target_rows,
-        source_vocab_size=None if rows == target_rows else rows,
-        d_model=settings.number("d_model"),
-        num_layers=layers[0],
-        decoder_num_layers=layers[1],
-        num_heads=heads[0],
-        decoder_num_heads=heads[1],
-        d_ff=inner[0],
-        decoder_d_ff=inner[1],
-        norm_epsilon=1e-5,
-        activation=_ACTIVATIONS[activation],
-        attention_bias=True,
-        residual_dropout=settings.rate("dropout", 0.1),
-        attention_dropout=settings.rate("attention_dropout", 0.0),
-        activation_dropout=settings.rate("activation_dropout", 0.0),
-        positions="halves",
-        max_length=settings.number("max_position_embeddings", 1024),
-        tie_embeddings=tied,
-        scale_embeddings=settings.flag("scale_embedding", False),
-        **known,
-    )
+    source_rows = None if rows == target_rows else rows
+    return fields | {"vocab_size": target_rows, "source_vocab_size": source_rows, "tie_embeddings": tied}
 
 
-def _decoding_config(settings: _Settings, model: ModelConfig) -> DecodingConfig:
-    if settings.given("forced_eos_token_id", model.eos_id) not in (model.eos_id, [model.eos_id]):
+def _config_json(model: ModelConfig) -> dict[str, object]:
+    fields = vars(model)
+    sizes = {name: fields[field] for name, (field, _, _) in _FIELDS.items()}
+    for name, value in sizes.items():
+        if value is None:  # a field of the decoder that is equal to the encoder's
+            sizes[name] = sizes[name.replace("decoder", "encoder")]
+    return {
+        "architectures": ["MarianMTModel"],
+        "model_type": "marian",
+        "dtype": "float32",
+        "vocab_size": model.source_rows,
+        "decoder_vocab_size": model.vocab_size,
+        **sizes,
+        "share_encoder_decoder_embeddings": model.tie_embeddings == "all",
+        "tie_word_embeddings": model.tie_embeddings != "none",
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        **_special_ids(model),
+    }
+
+
+def _special_ids(model: ModelConfig) -> dict[str, object]:
+    ids = {f"{name}_token_id": getattr(model, f"{name}_id") for name in ("pad", "bos", "eos")}
+    return ids | {"decoder_start_token_id": model.start_id, "forced_eos_token_id": None}
+
+
+def _decoding_config(settings: Settings, model: ModelConfig) -> DecodingConfig:
+    read = settings.read
+    if settings.get("forced_eos_token_id", model.eos_id) not in (model.eos_id, [model.eos_id]):
         raise settings.error("forced_eos_token_id", f"eos_token_id, {model.eos_id}")
-    bad_words = settings.given("bad_words_ids", [])
+    bad_words: Any = settings.get("bad_words_ids", [])
     if not isinstance(bad_words, list) or not all(_is_ids(ids) and len(ids) == 1 for ids in bad_words):
         raise settings.error("bad_words_ids", "lists of one id")
-    suppressed = settings.given("suppress_tokens", [])
+    suppressed: Any = settings.get("suppress_tokens", [])
     if not _is_ids(suppressed):
         raise settings.error("suppress_tokens", "a list of ids")
     forbidden = {ids[0] for ids in bad_words} - {model.eos_id} | set(suppressed)
-    longest = settings.number("max_new_tokens", 0) or max(settings.number("max_length", MAX_LENGTH_OFFSET + 1) - 1, 1)
+    longest = read("max_new_tokens", int, 0) or max(read("max_length", int, MAX_LENGTH_OFFSET + 1) - 1, 1)
     # `min_new_tokens` replaces `min_length`, which counts the start token too.
-    shortest = settings.number("min_new_tokens", max(settings.number("min_length", 0) - 1, 0))
+    shortest = read("min_new_tokens", int, max(read("min_length", int, 0) - 1, 0))
     return DecodingConfig(
-        beam_size=settings.number("num_beams", 1),
-        alpha=settings.rate("length_penalty", 1.0),
+        beam_size=read("num_beams", int, 1),
+        alpha=read("length_penalty", float, 1.0),
         length_penalty="power",
         stopping="huggingface",
         max_length_offset=min(MAX_LENGTH_OFFSET, longest),
         max_source=model.max_length,
         min_length=shortest,
         forbidden_ids=tuple(sorted(forbidden - {model.pad_id})),
-        renormalize_logits=settings.flag("renormalize_logits", False),
+        renormalize_logits=read("renormalize_logits", bool, False),
     )
 
 
-def _is_ids(value: Any) -> bool:
+def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _config_json(model: ModelConfig) -> dict[str, Any]:
-    tree: dict[str, Any] = {
-        "architectures": ["MarianMTModel"],
-        "model_type": "marian",
-        "dtype": "float32",
-        "vocab_size": model.source_rows,
-        "decoder_vocab_size": model.vocab_size,
-        "d_model": model.d_model,
-        "dropout": model.residual_dropout,
-        "attention_dropout": model.attention_dropout,
-        "activation_dropout": model.activation_dropout,
-        "activation_function": model.activation,
-        "scale_embedding": model.scale_embeddings,
-        "share_encoder_decoder_embeddings": model.tie_embeddings == "all",
-        "tie_word_embeddings": model.tie_embeddings != "none",
-        "max_position_embeddings": model.max_length,
-    }
-    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
-        tree |= {
-            f"{name}_layers": stack.num_layers,
-            f"{name}_attention_heads": stack.num_heads,
-            f"{name}_ffn_dim": stack.d_ff,
-            f"{name}_layerdrop": 0.0,
-        }
-    return tree | _special_ids(model)
-
-
-def _special_ids(model: ModelConfig) -> dict[str, Any]:
-    ids = {f"{name}_token_id": getattr(model, f"{name}_id") for name in ("pad", "bos", "eos")}
-    return ids | {"decoder_start_token_id": model.start_id, "forced_eos_token_id": None}
-
-
-def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[str], None]) -> dict[str, Any]:
+def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[str], None]) -> dict[str, object]:
     model, decoding = config.model, config.decoding
     alpha = decoding.alpha if decoding.length_penalty != "none" else 0.0
     if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
@@ -296,16 +331,15 @@ def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[
         )
     if decoding.stopping != "huggingface" and decoding.beam_size > 1:
         warn(f"decoding.stopping={decoding.stopping!r}, but generate stops its beams by the rule 'huggingface'")
-    unnamed = set(range(tokenizers.target.vocab_size, model.vocab_size))
-    tree: dict[str, Any] = {
+    suppressed = sorted({*range(tokenizers.target.vocab_size, model.vocab_size), *decoding.forbidden_ids})
+    return {
         "max_length": min(decoding.max_source + decoding.max_length_offset + 1, model.max_length),
         "num_beams": decoding.beam_size,
         "length_penalty": alpha,
         "early_stopping": False,
         "renormalize_logits": decoding.renormalize_logits,
         "bad_words_ids": [[model.pad_id]],
+        **({"min_new_tokens": decoding.min_length} if decoding.min_length else {}),
+        **_special_ids(model),
+        **({"suppress_tokens": suppressed} if suppressed else {}),
     }
-    if decoding.min_length:
-        tree["min_new_tokens"] = decoding.min_length
-    suppressed = sorted(unnamed.union(decoding.forbidden_ids))
-    return tree | _special_ids(model) | ({"suppress_tokens": suppressed} if suppressed else {})

@@ -1,4 +1,4 @@
-"""Tables of names: which tensor of a foreign format is which parameter. One table serves both directions.
+"""Formats: which foreign tensor is which parameter. One table of names serves both directions.
 
 A foreign linear layer stores [out, in]. A kernel of this package is [in, out], with the heads as separate axes:
 
@@ -13,7 +13,8 @@ A foreign linear layer stores [out, in]. A kernel of this package is [in, out], 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,14 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.model.positional import sinusoids
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.types import Params, UserError
 
 Tensors = Mapping[str, np.ndarray]
+Legal = Mapping[str, tuple[object, ...]]
+"""Legal values of the fields of `ModelConfig` that a format restricts."""
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,58 +59,80 @@ class Row:
 
         return dataclasses.replace(self, foreign=fill(self.foreign), ours=fill(self.ours))
 
+    def find(self, tensors: Tensors) -> str | None:
+        """Return the first of the foreign names that a state dict has."""
+        return next((name for name in self.foreign if name in tensors), None)
+
+
+def unchanged(tensors: Tensors, origin: str) -> Tensors:
+    """Return the tensors, for formats whose tensors need no preparation."""
+    return tensors
+
 
 @dataclass(frozen=True)
-class Table:
-    """All rows of a format, and the name endings of foreign tensors that hold no parameter."""
+class Format:
+    """A foreign format: its names of parameters, and the models that it can express.
 
+    Attributes:
+        name: Name of the format, for errors.
+        rows: Table of names.
+        ignored: Name endings of foreign tensors that hold no parameter.
+        positions: Those name endings in `ignored` that mean a table of positions, which is compared with the model's.
+        legal: Returns the legal values of the fields that the format restricts. A format with this function requires
+            d_k = d_v = d_model / heads too. None means that the format expresses every model.
+        prepare: Renames, splits or widens foreign tensors before they are read, given where they come from.
+        conventions: Fields of `ModelConfig` that a proposed configuration has unless the user states others.
+        is_mapping: Whether the user wrote the table, which then decides by itself what is tied and what has biases.
+    """
+
+    name: str
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()
+    positions: tuple[str, ...] = (".pe",)
+    legal: Callable[[ModelConfig], Legal] | None = None
+    prepare: Callable[[Tensors, str], Tensors] = unchanged
+    conventions: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    is_mapping: bool = False
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise UserError unless the format can express a model."""
+        if self.legal is not None:
+            check_expressible(model, self.name, self.legal(model))
 
 
-def row(foreign: str | Sequence[str], *ours: str, zeros: bool = False, leading: int = 0, unless: str = "") -> Row:
-    """Return a `Row` for one foreign name or several, and one path or several."""
-    return Row((foreign,) if isinstance(foreign, str) else tuple(foreign), ours, zeros, leading, unless)
+def check_expressible(model: ModelConfig, format_name: str, legal: Legal) -> None:
+    """Check that a format can express a model: its fields have legal values, and d_k = d_v = d_model / heads.
 
+    Raises:
+        UserError: Some fields have other values. All of them are listed.
 
-def linear(foreign: str, *ours: str, zeros: bool = False) -> list[Row]:
-    """Return the rows of a linear layer: foreign `weight` and `bias` are `kernel` and `bias`."""
-    return [
-        row(f"{foreign}.weight", *(f"{name}/kernel" for name in ours)),
-        row(f"{foreign}.bias", *(f"{name}/bias" for name in ours), zeros=zeros),
+    >>> check_expressible(ModelConfig(), "marian", {"norm_position": ("post",)})
+    """
+    problems = [
+        f"model.{name}={getattr(model, name)!r}, {format_name} has only {' or '.join(map(repr, values))}"
+        for name, values in legal.items()
+        if getattr(model, name) not in values
     ]
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        if not stack.d_k * stack.num_heads == stack.d_v * stack.num_heads == model.d_model:
+            problems.append(
+                f"the {name} has {stack.num_heads} heads with d_k={stack.d_k} and d_v={stack.d_v}, but {format_name} "
+                f"requires d_k = d_v = d_model / heads with model.d_model={model.d_model} (fields d_k, d_v, "
+                "decoder_d_k, decoder_d_v)"
+            )
+    if problems:
+        raise UserError(f"{format_name} cannot express this model: {'; '.join(problems)}")
 
 
-def norm(foreign: str, ours: str, names: tuple[str, str] = ("weight", "bias")) -> list[Row]:
-    """Return the rows of a LayerNorm whose foreign scale and shift have the given names."""
-    return [row(f"{foreign}.{names[0]}", f"{ours}/scale"), row(f"{foreign}.{names[1]}", f"{ours}/bias")]
-
-
-def embeddings(source: str | Sequence[str], target: str | Sequence[str], output: str | Sequence[str]) -> list[Row]:
+def embeddings(source: tuple[str, ...], target: tuple[str, ...], output: tuple[str, ...]) -> tuple[Row, ...]:
     """Return the rows of the embedding tables and of the output projection, for every way of tying them."""
-    return [
-        row(source, "embedding/table"),
-        row(target, "embedding/table"),
-        row(output, "embedding/table"),
-        row(source, "source_embedding/table"),
-        row(target, "target_embedding/table"),
-        row(output, "target_embedding/table", unless="output_projection/kernel"),
-        row(output, "output_projection/kernel"),
-    ]
-
-
-def fairseq_stack(stack: str, attentions: Mapping[str, str], prefix: str = "") -> list[Row]:
-    """Return the rows of a stack under fairseq's names, which Hugging Face's models use too."""
-    there, here = f"{prefix}{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
-    rows: list[Row] = []
-    for foreign, ours in attentions.items():
-        for projection, name in (("q", "query"), ("k", "key"), ("v", "value"), ("out", "output")):
-            rows += linear(f"{there}.{foreign}.{projection}_proj", f"{here}/{ours}/{name}", zeros=True)
-        rows += norm(f"{there}.{foreign}_layer_norm", f"{here}/{ours}_norm")
-    rows += linear(f"{there}.fc1", f"{here}/feed_forward/inner")
-    rows += linear(f"{there}.fc2", f"{here}/feed_forward/outer")
-    rows += norm(f"{there}.final_layer_norm", f"{here}/feed_forward_norm")
-    return rows + norm(f"{prefix}{stack}.layer_norm", f"{stack}/final_norm")
+    return (
+        *(Row(names, ("embedding/table",)) for names in (source, target, output)),
+        Row(source, ("source_embedding/table",)),
+        Row(target, ("target_embedding/table",)),
+        Row(output, ("target_embedding/table",), unless="output_projection/kernel"),
+        Row(output, ("output_projection/kernel",)),
+    )
 
 
 def flatten(params: Params) -> dict[str, Any]:
@@ -113,7 +140,7 @@ def flatten(params: Params) -> dict[str, Any]:
     return flatten_dict(params, sep="/")
 
 
-def unflatten(leaves: Mapping[str, Any]) -> Params:
+def unflatten(leaves: Mapping[str, object]) -> Params:
     """Return the tree whose leaves `flatten` returned."""
     return unflatten_dict(leaves, sep="/")
 
@@ -133,65 +160,73 @@ def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict
     return {new: tensors[name] for new, name in old_names.items()}
 
 
-def from_foreign(tensors: Tensors, table: Table, config: ModelConfig, origin: str) -> Params:
+def from_foreign(tensors: Tensors, table: Format, config: ModelConfig, origin: str = "the state dict") -> Params:
     """Convert the tensors of a format to parameters, NumPy arrays of the dtype `config.param_dtype`.
 
     Args:
         tensors: Foreign tensors by name.
-        table: Table of the format.
+        table: Their format.
         config: Model that the parameters are for.
         origin: Where the tensors come from, for errors.
 
     Raises:
-        UserError: Tensors are missing or left over, have wrong shapes or values that are not finite, or differ
-            although the configuration ties them. All problems are listed.
+        UserError: The format cannot express the model, or tensors are missing or left over, have wrong shapes or values
+            that are not finite, or differ although the configuration ties them. All problems are listed.
     """
-    wanted = flatten(abstract_params(config))
+    table.check(config)
+    tensors = table.prepare(tensors, origin)
+    _check_position_tables(tensors, table, config, origin)
+    shapes = {path: leaf.shape for path, leaf in flatten(abstract_params(config)).items()}
     dtype = np.dtype(jax.numpy.dtype(config.param_dtype))
     leaves: dict[str, np.ndarray] = {}
     used: set[str] = set()
     problems: list[str] = []
     missing: dict[str, str] = {}
-    for item in _rows(table, config, wanted):
-        name = next((name for name in item.foreign if name in tensors), None)
-        if not all(path in wanted for path in item.ours):
+    for item in _rows(table, config, shapes):
+        name = item.find(tensors)
+        if not all(path in shapes for path in item.ours):
             # A tensor that the model lacks is accepted if it is zero: a bias without effect.
             if name and item.zeros and not np.any(tensors[name]):
                 used.add(name)
-            continue
-        if name is None:
-            missing.update(dict.fromkeys(item.ours, item.foreign[0]))
-            continue
-        used.add(name)
-        problems += _read(item, name, tensors[name], wanted, leaves, dtype)
+        elif name is None:
+            missing |= dict.fromkeys(item.ours, item.foreign[0])
+        else:
+            used.add(name)
+            tensor = in_dtype(name, tensors[name], _stored_shape(item, shapes), dtype, problems)
+            for path, part in _parts(item, tensor, shapes) if tensor is not None else ():
+                if path not in leaves:
+                    leaves[path] = np.array(part, order="C")  # a copy, because the tensor may be memory-mapped
+                elif not np.array_equal(leaves[path], part):
+                    problems.append(
+                        f"{name} differs from the other tensors that are {path}, but the configuration ties them"
+                    )
     problems += [f"{name} is missing" for name in sorted({missing[path] for path in missing if path not in leaves})]
     if not problems:
-        uncovered = [path for path in wanted if path not in leaves and path not in missing]
+        uncovered = [path for path in shapes if path not in leaves and path not in missing]
         problems += [f"the format has no tensor for {path}" for path in uncovered]
     unused = [name for name in tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
     problems += [f"{name} {list(tensors[name].shape)} is left over" for name in unused]
     if problems:
         raise UserError(f"{origin} does not fit the model: {'; '.join(problems)}")
-    return unflatten({path: leaves[path] for path in wanted})
+    return unflatten({path: leaves[path] for path in shapes})
 
 
-def to_foreign(params: Params, table: Table, config: ModelConfig) -> dict[str, np.ndarray]:
+def to_foreign(params: Params, table: Format, config: ModelConfig) -> dict[str, np.ndarray]:
     """Convert the parameters of a model to the tensors of a format.
 
     Raises:
-        UserError: The format has no tensor for a parameter.
+        UserError: The format cannot express the model, or has no tensor for a parameter.
     """
+    table.check(config)
     leaves = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
     tensors: dict[str, np.ndarray] = {}
     placed: set[str] = set()
     for item in _rows(table, config, leaves):
+        kernels = [path.removesuffix("bias") + "kernel" for path in item.ours]
         if all(path in leaves for path in item.ours):
             parts = [_foreign_layout(path, leaves[path]) for path in item.ours]
             placed.update(item.ours)
-        elif item.zeros:
-            kernels = [path.removesuffix("bias") + "kernel" for path in item.ours]
-            if not all(kernel in leaves for kernel in kernels):
-                continue
+        elif item.zeros and all(kernel in leaves for kernel in kernels):
             parts = [np.zeros(len(_foreign_layout(k, leaves[k])), leaves[k].dtype) for k in kernels]
         else:
             continue
@@ -203,9 +238,10 @@ def to_foreign(params: Params, table: Table, config: ModelConfig) -> dict[str, n
     return tensors
 
 
-def _rows(table: Table, config: ModelConfig, leaves: Mapping[str, Any]) -> Iterable[Row]:
+def _rows(table: Format, config: ModelConfig, paths: Iterable[str]) -> Iterator[Row]:
+    """Yield the rows of a table for one model, with a row for each layer."""
     for item in table.rows:
-        if item.unless in leaves:
+        if item.unless in paths:
             continue
         if "{i}" not in item.ours[0]:
             yield item
@@ -215,56 +251,65 @@ def _rows(table: Table, config: ModelConfig, leaves: Mapping[str, Any]) -> Itera
             yield item.at(layer)
 
 
+def _check_position_tables(tensors: Tensors, table: Format, config: ModelConfig, origin: str) -> None:
+    """Check that the position tables in a state dict equal the positions of the configuration."""
+    for name, tensor in tensors.items():
+        is_table = name.endswith(table.ignored or ("\0",)) and name.endswith(table.positions)
+        if not is_table or tensor.size == 0 or config.positions == "learned":
+            continue
+        stored = np.squeeze(tensor)
+        if stored.ndim != 2 or stored.shape[1] != config.d_model:
+            raise UserError(
+                f"{origin}: {name} has shape {list(stored.shape)}, but a position table has model.d_model="
+                f"{config.d_model} columns"
+            )
+        conventions = config.positions, config.position_exponent, config.position_offset
+        difference = np.abs(stored - sinusoids(len(stored), config.d_model, *conventions)).max()
+        if not difference <= 1e-3:  # float32 tables of 5,000 rows are off by about 1e-4 themselves
+            raise UserError(
+                f"{origin}: {name} is not the position table that the configuration describes (largest difference "
+                f"{difference:.2g}). Check model.positions={config.positions!r}, model.position_exponent="
+                f"{config.position_exponent!r} and model.position_offset={config.position_offset}"
+            )
+
+
 def in_dtype(
-    name: str, tensor: np.ndarray, shape: tuple[int, ...], dtype: np.dtype
-) -> tuple[np.ndarray | None, list[str]]:
-    """Return a foreign tensor in another dtype, or None and what is wrong with the tensor."""
-    if tensor.shape != shape:
-        return None, [f"{name} has shape {list(tensor.shape)}, not {list(shape)}"]
-    if not np.issubdtype(tensor.dtype, np.floating):
-        return None, [f"{name} holds {tensor.dtype}, not floating-point numbers"]
+    name: str, tensor: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, problems: list[str]
+) -> np.ndarray | None:
+    """Return a foreign tensor in another dtype, or None after adding to `problems` what is wrong with the tensor."""
     with np.errstate(over="ignore"):
-        tensor = tensor.astype(dtype, copy=False)  # before the check: a large number may overflow in this dtype
-    if not np.all(np.isfinite(tensor)):
-        return None, [f"{name} holds numbers that are not finite in {dtype}"]
-    return tensor, []
+        converted = tensor.astype(dtype, copy=False)
+    if tensor.shape != shape:
+        problems.append(f"{name} has shape {list(tensor.shape)}, not {list(shape)}")
+    elif not np.issubdtype(tensor.dtype, np.floating):
+        problems.append(f"{name} holds {tensor.dtype}, not floating-point numbers")
+    elif not np.all(np.isfinite(converted)):  # a large number may overflow in this dtype
+        problems.append(f"{name} holds numbers that are not finite in {dtype}")
+    else:
+        return converted
+    return None
 
 
-def _read(
-    item: Row, name: str, tensor: np.ndarray, wanted: Mapping[str, Any], leaves: dict[str, np.ndarray], dtype: np.dtype
-) -> list[str]:
-    """Add the parameters that a foreign tensor holds to `leaves`, and return what is wrong with the tensor."""
-    shapes = [_foreign_shape(path, wanted[path].shape) for path in item.ours]
-    expected = (1,) * item.leading + (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    fitting, problems = in_dtype(name, tensor, expected, dtype)
-    if fitting is None:
-        return problems
-    tensor, first = fitting.reshape(expected[item.leading :]), 0
-    for path, shape in zip(item.ours, shapes, strict=True):
-        # A copy, because the tensor may be a view of a memory-mapped file.
-        leaf = np.array(_our_layout(path, tensor[first : first + shape[0]], wanted[path].shape), order="C")
-        first += shape[0]
-        if path in leaves and not np.array_equal(leaves[path], leaf):
-            problems.append(f"{name} differs from the other tensors that are {path}, but the configuration ties them")
-        leaves[path] = leaf
-    return problems
+def _stored_shape(item: Row, shapes: Shapes) -> tuple[int, ...]:
+    parts = [_foreign_shape(path, shapes[path]) for path in item.ours]
+    return (1,) * item.leading + (sum(part[0] for part in parts), *parts[0][1:])
 
 
-def _input_axes(path: str) -> int:
-    return 2 if path.endswith("attention/output/kernel") else 1
+def _parts(item: Row, tensor: np.ndarray, shapes: Shapes) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield views of the parameters that a foreign tensor holds, with their paths."""
+    sizes = [_foreign_shape(path, shapes[path])[0] for path in item.ours]
+    parts = np.split(tensor.reshape(tensor.shape[item.leading :]), np.cumsum(sizes)[:-1])
+    for path, part in zip(item.ours, parts, strict=True):
+        yield path, (part.T if path.endswith("kernel") else part).reshape(shapes[path])
 
 
 def _foreign_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if path.endswith("kernel"):
-        axes = _input_axes(path)
-        return int(np.prod(shape[axes:])), int(np.prod(shape[:axes]))
-    return (int(np.prod(shape)),) if path.endswith("bias") else shape
+        input_axes = 2 if path.endswith("attention/output/kernel") else 1
+        return math.prod(shape[input_axes:]), math.prod(shape[:input_axes])
+    return (math.prod(shape),) if path.endswith("bias") else shape
 
 
 def _foreign_layout(path: str, leaf: np.ndarray) -> np.ndarray:
     shape = _foreign_shape(path, leaf.shape)
     return leaf.reshape(shape[::-1]).T if path.endswith("kernel") else leaf.reshape(shape)
-
-
-def _our_layout(path: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    return (tensor.T if path.endswith("kernel") else tensor).reshape(shape)

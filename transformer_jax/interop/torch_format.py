@@ -1,6 +1,6 @@
 """State dicts of PyTorch models: `torch.nn.Transformer`, annotated-transformer, and the opus_books teaching model.
 
-The first layout has the names of `torch_models.TorchTransformer`; usual other names of the same tensors are read too.
+The first format has the names of `torch_models.TorchTransformer`; usual other names of the same tensors are read too.
 annotated-transformer and the teaching model normalize by (x - mean) / (std + epsilon) with the unbiased std, before
 each sub-layer and once more after each stack, which is another function than `torch.nn.LayerNorm`.
 
@@ -9,37 +9,13 @@ or what the source looks like. The configuration states these. Position tables i
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.interop.exchange import check_expressible, check_plain_heads
-from transformer_jax.interop.tables import (
-    Row,
-    Table,
-    Tensors,
-    embeddings,
-    from_foreign,
-    linear,
-    norm,
-    renamed,
-    row,
-    to_foreign,
-)
-from transformer_jax.model.positional import sinusoids
+from transformer_jax.interop.mapping import NormNames, names
+from transformer_jax.interop.tables import Format, Row, Tensors, embeddings, renamed
 from transformer_jax.types import Params, UserError
-
-# ------------------------------------------------------------------------------------------------ torch.nn.Transformer
-
-
-def _attention(foreign: str, ours: str) -> list[Row]:
-    inputs = [f"{ours}/{name}" for name in ("query", "key", "value")]
-    return [
-        row(f"{foreign}.in_proj_weight", *(f"{name}/kernel" for name in inputs)),
-        row(f"{foreign}.in_proj_bias", *(f"{name}/bias" for name in inputs), zeros=True),
-        *linear(f"{foreign}.out_proj", f"{ours}/output", zeros=True),
-    ]
 
 
 def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
@@ -103,167 +79,50 @@ def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _stack(foreign: str, ours: str, attentions: Mapping[str, str]) -> list[Row]:
-    rows: list[Row] = []
-    for number, (there, here) in enumerate(attentions.items(), 1):
-        rows += _attention(f"{foreign}.layers.{{i}}.{there}", f"{ours}/layer_{{i}}/{here}")
-        rows += norm(f"{foreign}.layers.{{i}}.norm{number}", f"{ours}/layer_{{i}}/{here}_norm")
-    rows += linear(f"{foreign}.layers.{{i}}.linear1", f"{ours}/layer_{{i}}/feed_forward/inner")
-    rows += linear(f"{foreign}.layers.{{i}}.linear2", f"{ours}/layer_{{i}}/feed_forward/outer")
-    rows += norm(f"{foreign}.layers.{{i}}.norm{len(attentions) + 1}", f"{ours}/layer_{{i}}/feed_forward_norm")
-    return rows + norm(f"{foreign}.norm", f"{ours}/final_norm")
+_SHARED = ("embedding.weight", "embed.weight", "shared.weight", "tok_emb.weight")
+_SOURCE = ("src_embed.weight", "src_tok_emb.embedding.weight", "src_embedding.weight", "encoder_embedding.weight")
+_TARGET = ("tgt_embed.weight", "tgt_tok_emb.embedding.weight", "tgt_embedding.weight", "decoder_embedding.weight")
+_OUTPUT = ("generator", "fc_out", "output_projection", "lm_head", "fc", "out")
+_POSITIONS = (".pe", "pos_embedding", "positional_encoding", "pos_encoding")
 
-
-SHARED = ("embedding.weight", "embed.weight", "shared.weight", "tok_emb.weight")
-SOURCE = ("src_embed.weight", "src_tok_emb.embedding.weight", "src_embedding.weight", "encoder_embedding.weight")
-TARGET = ("tgt_embed.weight", "tgt_tok_emb.embedding.weight", "tgt_embedding.weight", "decoder_embedding.weight")
-OUTPUT = ("generator.weight", "fc_out.weight", "output_projection.weight", "lm_head.weight", "fc.weight", "out.weight")
-
-TABLE = Table(
-    rows=(
-        # A shared table may serve as the source's and as the target's.
-        *embeddings((*SOURCE, *SHARED), (*TARGET, *SHARED), OUTPUT),
-        row(tuple(name.replace("weight", "bias") for name in OUTPUT), "logits_bias"),
-        row("src_positions.weight", "source_positions/table"),
-        row("tgt_positions.weight", "target_positions/table"),
-        *_stack("transformer.encoder", "encoder", {"self_attn": "self_attention"}),
-        *_stack("transformer.decoder", "decoder", {"self_attn": "self_attention", "multihead_attn": "cross_attention"}),
-    ),
-    ignored=(".pe", "pos_embedding", "positional_encoding", "pos_encoding"),
-)
-
-# Prefixes that a training script adds to the names above, and names of the stacks outside torch.nn.Transformer.
+# Prefixes that a training script adds to the names below, and names of the stacks outside torch.nn.Transformer.
 _PREFIXES = re.compile(r"^(module\.|_orig_mod\.|model\.)+")
 _STACKS = re.compile(r"^(?:transformer[._])?(encoder|decoder)\.(?=layers\.|norm\.)")
 
 
-def standard_torch_names(tensors: Tensors, origin: str) -> dict[str, np.ndarray]:
-    """Rename the tensors of a state dict to the names that `TABLE` uses.
-
-    Raises:
-        UserError: Two tensors would get the same name.
-    """
+def _standard_names(tensors: Tensors, origin: str) -> Tensors:
     return renamed(tensors, lambda name: _STACKS.sub(r"transformer.\1.", _PREFIXES.sub("", name)), origin)
 
 
-def params_from_torch(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
-    """Convert the state dict of a model with embeddings, a `torch.nn.Transformer` and an output layer.
-
-    Args:
-        tensors: Tensors of the state dict.
-        config: Model that the state dict is for.
-        origin: Where the tensors come from, for errors.
-
-    Raises:
-        UserError: Names, shapes, values or position tables do not match the configuration. The message lists all
-            problems.
-    """
-    check_torch(config)
-    tensors = standard_torch_names(tensors, origin)
-    check_position_tables(tensors, TABLE, config, origin)
-    return from_foreign(tensors, TABLE, config, origin)
-
-
-def torch_from_params(params: Params, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Convert parameters to a state dict that `torch_models.TorchTransformer` loads."""
-    check_torch(config)
-    return to_foreign(params, TABLE, config)
-
-
-def check_torch(config: ModelConfig) -> None:
-    """Raise UserError unless torch's modules can compute the model."""
-    check_plain_heads(config, "torch")
-    check_expressible(config, "torch", {"norm_variant": ("standard",)})
-
-
-def check_position_tables(tensors: Tensors, table: Table, config: ModelConfig, origin: str) -> None:
-    """Check that the position tables in a state dict equal the positions of the configuration.
-
-    Raises:
-        UserError: A position table differs.
-    """
-    for name, stored in tensors.items():
-        if not name.endswith(table.ignored or ("\0",)) or stored.size == 0 or config.positions == "learned":
-            continue
-        stored = np.squeeze(stored)
-        if stored.ndim != 2 or stored.shape[1] != config.d_model:
-            raise UserError(
-                f"{origin}: {name} has shape {list(stored.shape)}, but a position table has model.d_model="
-                f"{config.d_model} columns"
-            )
-        ours = sinusoids(
-            len(stored), config.d_model, config.positions, config.position_exponent, config.position_offset
-        )
-        difference = np.abs(stored - ours).max()
-        if not difference <= 1e-3:  # float32 tables of 5,000 rows are off by about 1e-4 themselves
-            raise UserError(
-                f"{origin}: {name} is not the position table that the configuration describes (largest difference "
-                f"{difference:.2g}). Check model.positions={config.positions!r}, model.position_exponent="
-                f"{config.position_exponent!r} and model.position_offset={config.position_offset}"
-            )
-
-
-# ------------------------------------------------------------------- annotated-transformer and the teaching model
-
-PROJECTIONS = ("query", "key", "value", "output")
-SUBLAYERS = {
-    "encoder": ("self_attention", "feed_forward"),
-    "decoder": ("self_attention", "cross_attention", "feed_forward"),
-}
-
-
-def _annotated_table(
-    attentions: dict[str, str],
-    projections: Sequence[str],
-    feed_forward: tuple[str, str],
-    norms: tuple[str, str, str],
-    tables: tuple[str, str, str],
-) -> Table:
-    """Return the table of one layout.
-
-    Args:
-        attentions: Foreign name of each kind of attention.
-        projections: Foreign names of the query, key, value and output projections.
-        feed_forward: Foreign names of the two feed-forward projections.
-        norms: Foreign name of the list of residual connections, and of a norm's scale and shift.
-        tables: Foreign names of the source embedding, the target embedding and the output projection.
-    """
-    source, target, output = tables
-    rows: list[Row] = [
-        *embeddings(f"{source}.weight", f"{target}.weight", f"{output}.weight"),
-        row(f"{output}.bias", "logits_bias"),
-    ]
-    for stack, sublayers in SUBLAYERS.items():
-        there, here = f"{stack}.layers.{{i}}", f"{stack}/layer_{{i}}"
-        for number, sublayer in enumerate(sublayers):
-            rows += norm(f"{there}.{norms[0]}.{number}.norm", f"{here}/{sublayer}_norm", norms[1:])
-            if sublayer == "feed_forward":
-                rows += linear(f"{there}.{feed_forward[0]}", f"{here}/feed_forward/inner")
-                rows += linear(f"{there}.{feed_forward[1]}", f"{here}/feed_forward/outer")
-                continue
-            for projection, ours in zip(projections, PROJECTIONS, strict=True):
-                rows += linear(f"{there}.{attentions[sublayer]}.{projection}", f"{here}/{sublayer}/{ours}")
-        rows += norm(f"{stack}.norm", f"{stack}/final_norm", norms[1:])
-    return Table(tuple(rows), ignored=(".pe",))
-
-
-ANNOTATED = _annotated_table(
-    attentions={"self_attention": "self_attn", "cross_attention": "src_attn"},
-    projections=[f"linears.{number}" for number in range(4)],
-    feed_forward=("feed_forward.w_1", "feed_forward.w_2"),
-    norms=("sublayer", "a_2", "b_2"),
-    tables=("src_embed.0.lut", "tgt_embed.0.lut", "generator.proj"),
+TORCH = Format(
+    "torch",
+    rows=(
+        # A shared table may serve as the source's and as the target's.
+        *embeddings((*_SOURCE, *_SHARED), (*_TARGET, *_SHARED), tuple(f"{name}.weight" for name in _OUTPUT)),
+        Row(tuple(f"{name}.bias" for name in _OUTPUT), ("logits_bias",)),
+        *names(
+            {
+                "{src,tgt}_positions": "{source,target}_positions",
+                "{layer}.{self_attn,multihead_attn}.in_proj_": "{layer}/{self,cross}_attention/{query,key,value}",
+                "{layer}.{self_attn,multihead_attn}.out_proj": "{layer}/{self,cross}_attention/output",
+                "{layer}.linear{1,2}": "{layer}/feed_forward/{inner,outer}",
+                "{layer}.norm1": "{layer}/self_attention_norm",
+                "transformer.encoder.layers.{i}.norm2": "encoder/layer_{i}/feed_forward_norm",
+                "transformer.decoder.layers.{i}.norm{2,3}": "decoder/layer_{i}/{cross_attention,feed_forward}_norm",
+                "transformer.{encoder,decoder}.norm": "{encoder,decoder}/final_norm",
+            },
+            "transformer.{encoder,decoder}.layers.{i}",
+        ),
+    ),
+    ignored=_POSITIONS,
+    positions=_POSITIONS,
+    legal=lambda model: {"norm_variant": ("standard",)},
+    prepare=_standard_names,
+    conventions={"norm_epsilon": 1e-5, "norm_variant": "standard"},
 )
+"""A model with embeddings, a `torch.nn.Transformer` and an output layer."""
 
-OPUS_BOOKS = _annotated_table(
-    attentions={"self_attention": "self_attention_block", "cross_attention": "cross_attention_block"},
-    projections=["w_q", "w_k", "w_v", "w_o"],
-    feed_forward=("feed_forward_block.linear_1", "feed_forward_block.linear_2"),
-    norms=("residual_connections", "alpha", "bias"),
-    tables=("src_embed.embedding", "tgt_embed.embedding", "projection_layer.proj"),
-)
-
-ANNOTATED_CONVENTIONS = {
+_ANNOTATED_CONVENTIONS = {
     "norm_variant": "unbiased_std",
     "norm_position": "pre",
     "final_norm": True,
@@ -275,43 +134,60 @@ ANNOTATED_CONVENTIONS = {
 }
 
 
-def annotated_layout(tensors: Tensors) -> Table:
-    """Return the table of the layout that the names of a state dict belong to."""
+def _annotated(tables: tuple[str, str, str], table: Mapping[str, str], norm: NormNames) -> Format:
+    """Return the format of one layout: its source embedding, target embedding and output, and its other names."""
+    source, target, output = (f"{name}.weight" for name in tables)
+    rows = embeddings((source,), (target,), (output,))
+    rows += names(table, "{encoder,decoder}.layers.{i}", norm=norm, zeros=False)
+
+    def widened(tensors: Tensors, origin: str) -> Tensors:
+        """Repeat the scale and shift of early versions of the teaching model, which have one for all columns."""
+        width = tensors[source].shape[-1] if source in tensors else 1
+        return {
+            name: np.full(width, tensor[0], tensor.dtype)
+            if tensor.shape == (1,) and name.endswith((".norm.alpha", ".norm.bias"))
+            else tensor
+            for name, tensor in tensors.items()
+        }
+
+    return Format(
+        "annotated",
+        (*rows, Row((f"{tables[2]}.bias",), ("logits_bias",))),
+        ignored=(".pe",),
+        legal=lambda model: {name: (value,) for name, value in _ANNOTATED_CONVENTIONS.items()},
+        prepare=widened,
+        conventions=_ANNOTATED_CONVENTIONS | {"norm_epsilon": 1e-6},
+    )
+
+
+ANNOTATED = _annotated(
+    ("src_embed.0.lut", "tgt_embed.0.lut", "generator.proj"),
+    {
+        "{layer}.{self,src}_attn.linears.{0,1,2,3}": "{layer}/{self,cross}_attention/{query,key,value,output}",
+        "{layer}.feed_forward.w_{1,2}": "{layer}/feed_forward/{inner,outer}",
+        "{layer}.sublayer.0.norm": "{layer}/self_attention_norm",
+        "encoder.layers.{i}.sublayer.1.norm": "encoder/layer_{i}/feed_forward_norm",
+        "decoder.layers.{i}.sublayer.{1,2}.norm": "decoder/layer_{i}/{cross_attention,feed_forward}_norm",
+        "{encoder,decoder}.norm": "{encoder,decoder}/final_norm",
+    },
+    (("a_2",), ("b_2",)),
+)
+OPUS_BOOKS = _annotated(
+    ("src_embed.embedding", "tgt_embed.embedding", "projection_layer.proj"),
+    {
+        "{layer}.{self,cross}_attention_block.w_{q,k,v,o}": "{layer}/{self,cross}_attention/{query,key,value,output}",
+        "{layer}.feed_forward_block.linear_{1,2}": "{layer}/feed_forward/{inner,outer}",
+        "{layer}.residual_connections.0.norm": "{layer}/self_attention_norm",
+        "encoder.layers.{i}.residual_connections.1.norm": "encoder/layer_{i}/feed_forward_norm",
+        "decoder.layers.{i}.residual_connections.{1,2}.norm": "decoder/layer_{i}/{cross_attention,feed_forward}_norm",
+        "{encoder,decoder}.norm": "{encoder,decoder}/final_norm",
+    },
+    (("alpha",), ("bias",)),
+)
+
+
+def state_dict_format(source: str, tensors: Tensors) -> Format:
+    """Return the format of a state dict that a user calls torch or annotated, which has two sets of names."""
+    if source == "torch":
+        return TORCH
     return OPUS_BOOKS if any("attention_block" in name for name in tensors) else ANNOTATED
-
-
-def params_from_annotated(tensors: Tensors, config: ModelConfig, origin: str = "the state dict") -> Params:
-    """Convert a state dict of annotated-transformer or of the opus_books teaching model.
-
-    Args:
-        tensors: Tensors of the state dict.
-        config: Model that the state dict is for.
-        origin: Where the tensors come from, for errors.
-
-    Raises:
-        UserError: Names, shapes, values or position tables do not match the configuration. The message lists all
-            problems.
-    """
-    check_annotated(config)
-    table = annotated_layout(tensors)
-    # Early versions of the teaching model have one scale and one shift for all columns.
-    widened = {
-        name: np.full(config.d_model, tensor[0], tensor.dtype)
-        if tensor.shape == (1,) and name.endswith((".norm.alpha", ".norm.bias"))
-        else tensor
-        for name, tensor in tensors.items()
-    }
-    check_position_tables(widened, table, config, origin)
-    return from_foreign(widened, table, config, origin)
-
-
-def annotated_from_params(params: Params, config: ModelConfig, table: Table = ANNOTATED) -> dict[str, np.ndarray]:
-    """Return the state dict of annotated-transformer, or of the layout of `table`, with the given parameters."""
-    check_annotated(config)
-    return to_foreign(params, table, config)
-
-
-def check_annotated(config: ModelConfig) -> None:
-    """Raise UserError unless annotated-transformer can compute the model."""
-    check_expressible(config, "annotated", {name: (value,) for name, value in ANNOTATED_CONVENTIONS.items()})
-    check_plain_heads(config, "annotated")

@@ -13,12 +13,12 @@ import numpy as np
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.interop.exchange import propose_config
 from transformer_jax.interop.fairseq_format import read_fairseq
-from transformer_jax.interop.marian_weights import in_halves
-from transformer_jax.interop.proposal import propose_standard_config
-from transformer_jax.interop.tables import flatten, unflatten
+from transformer_jax.interop.marian_format import in_halves, read_marian
+from transformer_jax.interop.tables import flatten, from_foreign, unflatten
 from transformer_jax.interop.tensor_files import import_torch, read_tensors
-from transformer_jax.interop.torch_format import params_from_annotated, params_from_torch
+from transformer_jax.interop.torch_format import state_dict_format
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.parity.report import (
     DRIFT,
@@ -108,8 +108,6 @@ def _load(against: str, path: Path, config: Config | None, model_fields: Mapping
         if useless:
             raise UserError(f"{path} stores the configuration of its model. Leave out {', '.join(useless)}")
         if not _is_run(path):
-            from transformer_jax.interop.marian_format import read_marian
-
             imported = (read_fairseq if against == "fairseq" else read_marian)(path)
             return imported.config, imported.params
         run = RunDir(path)
@@ -120,12 +118,12 @@ def _load(against: str, path: Path, config: Config | None, model_fields: Mapping
     if config is None and sibling.is_file():
         config = load_config(sibling)
     tensors = read_tensors(path)
+    table = state_dict_format(against, tensors)
     if config is None:
-        config = propose_standard_config(tensors, against, None, model_fields, str(path))
+        config = propose_config(tensors, table, None, model_fields, str(path))
     else:
         config = config.with_changes(model=model_fields)
-    read = params_from_torch if against == "torch" else params_from_annotated
-    return config, read(tensors, config.model, str(path))
+    return config, from_foreign(tensors, table, config.model, str(path))
 
 
 def _is_run(path: Path) -> bool:

@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.interop.tables import Table, flatten, from_foreign, to_foreign
-from transformer_jax.interop.torch_format import SUBLAYERS
+from transformer_jax.interop.tables import Format, flatten, from_foreign, to_foreign
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.parity.this_side import Arrays, Hypothesis, Trained
 from transformer_jax.parity.torch_models import load_numpy
 from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import Batch, Params
+
+SUBLAYERS = {
+    "encoder": ("self_attention", "feed_forward"),
+    "decoder": ("self_attention", "cross_attention", "feed_forward"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Peer:
     name: str
     default: ModelConfig
     check: Callable[[ModelConfig], None]
-    table: Table
+    table: Format
     build: Callable[[ModelConfig, Path | None], nn.Module]
     logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
     stacks: str

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.interop import fairseq_format, marian_weights, torch_format
-from transformer_jax.interop.exchange import check_expressible
+from transformer_jax.interop import fairseq_format, marian_format, torch_format
+from transformer_jax.interop.tables import check_expressible
 from transformer_jax.parity.oracles import Oracle, Peer
 from transformer_jax.parity.torch_models import AnnotatedTransformer, TorchTransformer
 from transformer_jax.types import Params
@@ -75,7 +75,7 @@ def _prepared(module: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def _check_fairseq(config: ModelConfig) -> None:
-    fairseq_format.check_fairseq(config)
+    fairseq_format.FAIRSEQ.check(config)
     check_expressible(config, "FSMT of transformers", {"norm_position": ("post",), "positions": ("halves",)})
 
 
@@ -107,7 +107,7 @@ def _fairseq_logits(module: nn.Module, src: torch.Tensor, tgt_in: torch.Tensor) 
 
 
 def _check_marian(config: ModelConfig) -> None:
-    marian_weights.check_marian(config)
+    marian_format.MARIAN.check(config)
     check_expressible(config, "MarianMTModel", {"positions": ("halves",)})
 
 
@@ -175,8 +175,8 @@ _PEERS = (
     Peer(
         name="torch",
         default=replace(_SMALL, norm_epsilon=1e-5),
-        check=torch_format.check_torch,
-        table=torch_format.TABLE,
+        check=torch_format.TORCH.check,
+        table=torch_format.TORCH,
         build=lambda config, _: TorchTransformer(config),
         logits=lambda module, src, tgt_in: module(src, tgt_in),
         stacks="transformer.",
@@ -195,7 +195,7 @@ _PEERS = (
             tie_embeddings="none",
             logits_bias=True,
         ),
-        check=torch_format.check_annotated,
+        check=torch_format.ANNOTATED.check,
         table=torch_format.ANNOTATED,
         build=lambda config, _: AnnotatedTransformer(config),
         logits=lambda module, src, tgt_in: module(src, tgt_in),
@@ -223,7 +223,7 @@ _PEERS = (
             unk_id=fairseq_format.UNK_ID,
         ),
         check=_check_fairseq,
-        table=fairseq_format.TABLE,
+        table=fairseq_format.FAIRSEQ,
         build=_fairseq,
         logits=_fairseq_logits,
         stacks="model.",
@@ -238,7 +238,7 @@ _PEERS = (
             _SMALL, norm_epsilon=1e-5, activation="swish", positions="halves", decoder_start="pad", logits_bias=True
         ),
         check=_check_marian,
-        table=marian_weights.TABLE,
+        table=marian_format.MARIAN,
         build=_marian,
         logits=_marian_logits,
         stacks="model.",

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from transformer_jax.config import ModelConfig, StackSize
-from transformer_jax.interop.exchange import check_expressible
-from transformer_jax.interop.torch_format import check_annotated, check_torch
+from transformer_jax.interop.tables import check_expressible
+from transformer_jax.interop.torch_format import ANNOTATED, TORCH
 from transformer_jax.model.positional import sinusoids
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -43,7 +43,7 @@ class TorchTransformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        check_torch(config)
+        TORCH.check(config)
         self.config, d_model = config, config.d_model
         encoder, decoder = config.encoder, config.decoder
         common: dict[str, object] = {
@@ -219,7 +219,7 @@ class AnnotatedTransformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        check_annotated(config)
+        ANNOTATED.check(config)
         check_expressible(config, "annotated", {"decoder_start": ("bos", "eos", "pad")})
         self.config = config
         self.encoder = Stack(config, config.encoder, cross=False)
