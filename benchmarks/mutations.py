@@ -1,11 +1,11 @@
 """Measure what the tests notice: break one line at a time in a copy of the project, and run the tests.
 
-    python -m benchmarks.mutations                 # the fast tier's tests of the area, for each breakage
-    python -m benchmarks.mutations --full          # all tests
+    python -m benchmarks.mutations                 # all breakages
     python -m benchmarks.mutations --only 3 17     # two breakages
     python -m benchmarks.mutations --check         # only report table entries that no longer match the code
 
-A breakage is killed if a test fails, and survives if all pass. The status is 1 if one survives.
+For each breakage the fast tier's tests of its area run first and, if they pass, the slow tests of its area. A breakage
+is killed if a test fails. The status is 1 if one survives.
 """
 
 import argparse
@@ -14,8 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("transformer_jax", "tests", "benchmarks", "configs", "docs", "pyproject.toml", "README.md", "train.py")
@@ -45,7 +48,7 @@ MUTATIONS = [
         ("model/attention.py", "/ math.sqrt(query.shape[-1])", "/ query.shape[-1]"),
         ("model/attention.py", "jnp.where(mask, scores, jnp.finfo(scores.dtype).min)", "scores"),
         ("model/attention.py", "dtype = jnp.promote_types(query.dtype, jnp.float32)", "dtype = query.dtype"),
-        ("model/attention.py", "axis=(-2, -1),", "axis=(-1, -2),"),
+        ("model/attention.py", "self.query(x), self.key(memory)", "self.query(memory), self.key(x)"),
         ("model/masks.py", "return jnp.tril(jnp.ones(", "return jnp.triu(jnp.ones("),
         ("model/masks.py", "return (tokens != pad_id)[", "return (tokens == pad_id)["),
         ("model/masks.py", "(padding_mask(tgt_in, pad_id) | is_start)", "padding_mask(tgt_in, pad_id)"),
@@ -121,27 +124,29 @@ def stale() -> dict[Mutation, str]:
     return lines
 
 
-def survives(mutation: Mutation, full: bool) -> bool:
-    """Break a copy of the project, run tests in it, and return whether all of them pass."""
+def killing_tier(mutation: Mutation) -> str | None:
+    """Break a copy of the project, run tests in it, and return the first tier in which one fails."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name
             shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
         broken = Path(folder) / "transformer_jax" / mutation.file
         broken.write_text(broken.read_text().replace(mutation.old, mutation.new))
-        paths = ["tests"] if full else TESTS[mutation.file.partition("/")[0]]
-        mark = "fast or slow" if full else "fast"
-        command = [sys.executable, "-m", "pytest", "-x", "-m", mark, *paths]
         environment = {**os.environ, "PYTHONPATH": folder}
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "mutations"))
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
-        return done.returncode == 0
+        for tier in ("fast", "slow"):
+            command = [sys.executable, "-m", "pytest", "-x", "-m", tier, *TESTS[mutation.file.partition("/")[0]]]
+            done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
+            if done.returncode == pytest.ExitCode.TESTS_FAILED:
+                return tier
+            if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                sys.exit(f"pytest ended with status {done.returncode}: {' '.join(command)}")
+    return None
 
 
 def main() -> int:
-    """Print killed or survived for each breakage, and the counts at the end."""
+    """Print the tier that kills each breakage, and the counts at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="run all tests, not only the fast ones of the area")
     parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="numbers of the breakages, from 1")
     parser.add_argument("--check", action="store_true", help="only check that each entry matches the code")
     options = parser.parse_args()
@@ -151,16 +156,14 @@ def main() -> int:
         return bool(problems)
     chosen = options.only or range(1, len(MUTATIONS) + 1)
     numbers = [number for number in chosen if MUTATIONS[number - 1] not in problems]
-    survivors = 0
+    tiers: Counter[str | None] = Counter()
     for number in numbers:
         mutation = MUTATIONS[number - 1]
-        result = survives(mutation, options.full)
-        survivors += result
-        print(
-            f"{number:3} {'SURVIVED' if result else 'killed  '} {mutation.file}: {mutation.old!r} -> {mutation.new!r}"
-        )
-    print(f"{len(numbers) - survivors} of {len(numbers)} killed")
-    return bool(survivors)
+        tier = killing_tier(mutation)
+        tiers[tier] += 1
+        print(f"{number:3} {tier or 'SURVIVED':8} {mutation.file}: {mutation.old!r} -> {mutation.new!r}", flush=True)
+    print(f"{len(numbers)} tried: {tiers['fast']} killed by fast tests, {tiers['slow']} by slow tests alone")
+    return bool(tiers[None])
 
 
 if __name__ == "__main__":
