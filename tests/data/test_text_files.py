@@ -61,21 +61,17 @@ def test_empty_split_is_none(tmp_path):
     assert read(tmp_path, split="valid", valid="") is None
 
 
-def test_invalid_utf8_names_file_and_line(tmp_path):
-    write(tmp_path, {"train.en": b"good\nbad \xff\n", "train.de": "a\nb\n"})
-    with pytest.raises(UserError, match=r"train\.en, line 2: not valid UTF-8: byte 0xff at column 5"):
-        read(tmp_path)
-
-
-def test_sides_with_different_line_counts_are_rejected(tmp_path):
-    write(tmp_path, {"train.en": "a\nb\n", "train.de": "a\nb\nc\n"})
-    with pytest.raises(UserError, match=r"train\.en has 2 lines and .*train\.de has 3"):
-        read(tmp_path)
-
-
-def test_empty_corpus_is_rejected(tmp_path):
-    write(tmp_path, {"train.en": "", "train.de": ""})
-    with pytest.raises(UserError, match=r"train\.en and .*train\.de: no sentence pairs"):
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (b"good\nbad \xff\n", "a\nb\n", r"train\.en, line 2: not valid UTF-8: byte 0xff at column 5"),
+        ("a\nb\n", "a\nb\nc\n", r"train\.en has 2 lines and .*train\.de has 3"),
+        ("", "", r"train\.en and .*train\.de: no sentence pairs"),
+    ],
+)
+def test_invalid_parallel_text_is_rejected(tmp_path, source, target, message):
+    write(tmp_path, {"train.en": source, "train.de": target})
+    with pytest.raises(UserError, match=message):
         read(tmp_path)
 
 
@@ -106,16 +102,20 @@ def test_tsv_by_name_and_by_number(tmp_path):
     assert (pairs.source, pairs.target) == (["y"], ["x"])
 
 
-def test_invalid_tsv_is_rejected(tmp_path):
-    write(tmp_path, {"train.tsv": "en\tde\na\tb\nc\n"})
-    with pytest.raises(UserError, match=r"train\.tsv, line 3: 1 columns, but line 1 has 2"):
-        read(tmp_path, "tsv")
-    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column 'fr' among \['en', 'de'\]"):
-        read(tmp_path, "tsv", target_language="fr")
-    with pytest.raises(UserError, match=r"train\.tsv, line 1: no column '3' among \['en', 'de'\]"):
-        read(tmp_path, "tsv", source_column="1", target_column="3")
-    with pytest.raises(UserError, match="two names or two numbers"):
-        read(tmp_path, "tsv", source_column="1")
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        ("en\tde\na\tb\nc\n", {}, r"train\.tsv, line 3: 1 columns, but line 1 has 2"),
+        ("en\tde\n", {"target_language": "fr"}, r"train\.tsv, line 1: no column 'fr' among \['en', 'de'\]"),
+        ("en\tde\n", {"source_column": "1", "target_column": "3"}, r"line 1: no column '3' among \['en', 'de'\]"),
+        ("en\tde\n", {"source_column": "1"}, "two names or two numbers"),
+        ("en\tde\n", {"source_column": "9" * 5000, "target_column": "1"}, "two names or two numbers"),
+    ],
+)
+def test_invalid_tsv_is_rejected(tmp_path, text, fields, message):
+    write(tmp_path, {"train.tsv": text})
+    with pytest.raises(UserError, match=message):
+        read(tmp_path, "tsv", **fields)
 
 
 def test_jsonl_flat_and_nested(tmp_path):

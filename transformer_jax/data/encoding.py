@@ -162,9 +162,6 @@ def load_or_encode(
 
     The arrays are memory-mapped and read-only. A folder of the cache is named after the split and a fingerprint of
     everything that decides its content, so an outdated folder is not found; a damaged folder is written again.
-
-    Raises:
-        UserError: No pair is left for training.
     """
     keep = config.data if split == "train" else None
     directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"

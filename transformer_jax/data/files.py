@@ -15,11 +15,7 @@ from transformer_jax.types import UserError
 
 
 def read_text(config: DataConfig, split: Split) -> Pairs:
-    """Read `{directory}/STEM.{language}` for both languages, with one sentence on each line. `config.{split}` is STEM.
-
-    Raises:
-        UserError: a file is missing, damaged or not UTF-8, or the files have different numbers of lines.
-    """
+    """Read `{directory}/STEM.{language}` for both languages, with one sentence per line. `config.{split}` is STEM."""
     paths = [_find(config, split, language) for language in (config.source_language, config.target_language)]
     source, target = (read_lines(path) for path in paths)
     if len(source) != len(target):
@@ -34,11 +30,7 @@ def read_tsv(config: DataConfig, split: Split) -> Pairs:
     """Read two columns of `{directory}/STEM.tsv`. Columns are separated by tabs, and quotes are text.
 
     The first line names the columns, unless `data.source_column` and `data.target_column` are numbers, which count
-    from 1.
-
-    Raises:
-        UserError: the file is missing, damaged or not UTF-8; a column is missing; or a line has another number of
-            columns than the first.
+    from 1. Every line must have the same number of columns.
     """
     path = _find(config, split, "tsv")
     wanted = column_names(config)
@@ -69,9 +61,6 @@ def read_jsonl(config: DataConfig, split: Split) -> Pairs:
     """Read two keys of `{directory}/STEM.jsonl`, with one JSON object on each line.
 
     If an object has an object under its key `translation`, the keys of that object are read.
-
-    Raises:
-        UserError: the file is missing, damaged or not UTF-8, or a line is not a JSON object with both keys.
     """
     path = _find(config, split, "jsonl")
     names = column_names(config)

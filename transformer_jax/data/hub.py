@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     import datasets
     import tensorflow_datasets
 
-_TFDS_FEATURES = "tensorflow_datasets.core.features."
-"""Package of the feature types that tensorflow-datasets itself defines."""
-
-
-# ----------------------------------------------------------------------------------------------- Hugging Face datasets
-
 
 def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     """Read a split from the Hugging Face Hub, or from a folder that `save_to_disk` wrote.
@@ -33,9 +27,6 @@ def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     `config.directory` is the folder, or `config.name` and `config.subset` name a data set of the Hub. Rows have one
     column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}. Newlines within a sentence
     become spaces. The pairs are memory-mapped.
-
-    Raises:
-        UserError: the data set, split or column is missing (existing ones are listed), or a value is not text.
     """
     split_name = getattr(config, split)
     rows = _load_from_disk(config, split, split_name) if config.directory else _load_from_hub(config, split_name)
@@ -100,19 +91,12 @@ def _huggingface_column(rows: "datasets.Dataset", name: str, origin: str) -> Laz
     return LazyColumn(fetch, len(table))
 
 
-# ------------------------------------------------------------------------------------------------- TensorFlow Datasets
-
-
 def read_tfds(config: DataConfig, split: Split) -> Pairs:
     """Read a split of the data set `data.name`, such as wmt14_translate/de-en, with one text feature for each side.
 
     The data set is read from `data.directory`, or from the library's own folder. A data set that the library knows but
     that is not there yet is downloaded. Newlines within a sentence become spaces. The pairs are read row by row from
-    array_record files.
-
-    Raises:
-        UserError: the library is not installed; the data set, split or feature is missing; or the data set's files
-            name Python code outside the library.
+    array_record files. Files that name Python code outside the library are rejected.
     """
     try:
         import tensorflow_datasets
@@ -152,15 +136,12 @@ def _library_features_only(tensorflow_datasets: ModuleType) -> Iterator[None]:
     `features.json` and `dataset_info.json` name the Python class of each feature, and the library imports the module of
     every class that it does not know. All names pass through `FeatureConnector.cls_from_name`, wherever in these files
     they are.
-
-    Raises:
-        UserError: a file of the data set names such a class.
     """
     connector = tensorflow_datasets.features.FeatureConnector
     class_of = connector.cls_from_name
 
     def library_class_of(name: str) -> type:
-        if not name.startswith(_TFDS_FEATURES):
+        if not name.startswith("tensorflow_datasets.core.features."):
             raise UserError(
                 f"the data set names the feature type {name!r:.200}, which is not part of tensorflow-datasets; to load "
                 "it would execute code. Build the data set with the library's own Text or Translation features"

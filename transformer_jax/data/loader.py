@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import grain
 import numpy as np
@@ -64,13 +63,13 @@ class TrainingData:
             for shape in self.plan.shapes
         ]
 
-    def describe(self, index: int) -> list[dict[str, Any]]:
+    def describe(self, index: int) -> list[dict[str, object]]:
         """Return the number, text and token ids of each pair in global batch `index`.
 
         Pairs are numbered as in the encoded corpus, which does not count the pairs that were filtered out.
         """
         pairs = self.plan.rows(index).pairs.tolist()
-        described: list[dict[str, Any]] = [{"pair": pair} for pair in pairs]
+        described: list[dict[str, object]] = [{"pair": pair} for pair in pairs]
         for side in ("source", "target"):
             ids = [getattr(self.encoded, side)(pair).tolist() for pair in pairs]
             texts = getattr(self.tokenizers, side).decode(ids) if self.tokenizers else None

@@ -161,11 +161,7 @@ class SubwordTokenizer(WordTokenizer):
 
 
 def read_codes(path: Path) -> list[tuple[str, str]]:
-    """Read the merges of a codes file of subword-nmt ("left right" on each line) or fastBPE ("left right count").
-
-    Raises:
-        UserError: the file cannot be read, has another version than 0.2, or has a line that is not a pair.
-    """
+    """Read the merges of a codes file of subword-nmt ("left right" on each line) or fastBPE ("left right count")."""
     lines = read_text(path).split("\n")
     has_version, version = lines[0].startswith("#version:"), lines[0].removeprefix("#version:").strip()
     if has_version and version != "0.2":

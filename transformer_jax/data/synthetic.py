@@ -19,11 +19,7 @@ _LANGUAGES = ("en", "de")
 
 
 def read_numbers(config: DataConfig, split: Split) -> Pairs | None:
-    """Draw distinct numbers uniformly from 0 to 999,999 for a split, and spell them out.
-
-    Raises:
-        UserError: a language is neither en nor de.
-    """
+    """Draw distinct numbers uniformly from 0 to 999,999 for a split, and spell them out in English and German."""
     for name in ("source_language", "target_language"):
         if getattr(config, name) not in _LANGUAGES:
             raise UserError(

@@ -84,11 +84,7 @@ class TokenizerPair:
 
 
 def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
-    """Train the tokenizers of a run on its training split.
-
-    Raises:
-        UserError: a vocabulary size is too small for the kind of tokenizer.
-    """
+    """Train the tokenizers of a run on its training split."""
 
     def train_side(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         return train_tokenizer(config.tokenizer.kind, texts, vocab_size, config.tokenizer.min_frequency)
@@ -102,11 +98,7 @@ def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer from a file that a run holds, or from a `tokenizer.json` of the library `tokenizers`.
-
-    Raises:
-        UserError: the file is missing or is not a tokenizer, or its special tokens have no usual names.
-    """
+    """Read a tokenizer from a file that a run holds, or from a `tokenizer.json` of the library `tokenizers`."""
     return tokenizer_from_json(read_text(path), str(path))
 
 

@@ -56,8 +56,7 @@ def brackets(tree: Tree) -> Counter[Bracket]:
 def score_brackets(pairs: Iterable[tuple[Tree, Tree]]) -> BracketScores:
     """Return the scores of (gold tree, parse) pairs: percentages of sums over all sentences.
 
-    Raises:
-        UserError: A parse has other words or tags than its gold tree. Tags decide which words count.
+    A parse must have the words and tags of its gold tree, because tags decide which words count.
     """
     totals: Counter[str] = Counter()
     for number, (gold, predicted) in enumerate(pairs, 1):

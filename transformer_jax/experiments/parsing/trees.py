@@ -89,11 +89,7 @@ def parse_trees(lines: list[str], origin: str) -> list[Tree]:
 
 
 def read_trees(path: Path) -> list[Tree]:
-    """Return the trees of a file in bracket form, decompressed if its name ends with .gz, .xz or .zst.
-
-    Raises:
-        UserError: The file cannot be read, or does not hold trees; the message names the line.
-    """
+    """Return the trees of a file in bracket form, decompressed if its name ends with .gz, .xz or .zst."""
     return parse_trees(read_lines(path), str(path))
 
 
