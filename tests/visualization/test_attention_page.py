@@ -95,9 +95,8 @@ def open_page(driver, tmp_path):
 
     driver.get_log("browser")
     yield open_page
-    # Reading pixels is done by the tests alone.
-    said = [entry["message"] for entry in driver.get_log("browser")]
-    assert [message for message in said if "getImageData" not in message] == []
+    messages = [entry["message"] for entry in driver.get_log("browser")]
+    assert all("getImageData" in message for message in messages)  # only the tests read pixels
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
@@ -325,9 +324,8 @@ def test_dark_and_light_themes(open_page):
 
 def test_right_to_left_text(open_page):
     page = open_page(made_up(HEBREW, TARGET))
-    assert page.run("return [...document.querySelectorAll('ol.key bdi')].map(x => x.matches(':dir(rtl)'))") == [
-        True
-    ] * 3 + [False]
+    is_rtl = page.run("return [...document.querySelectorAll('ol.key bdi')].map(x => x.matches(':dir(rtl)'))")
+    assert is_rtl == [True, True, True, False]
     assert page.run("return document.getElementById('source').matches(':dir(rtl)')")
     page.hover(page.token("key", 0))
     assert page.status.startswith(f"\u201c{HEBREW[0]}\u201d is attended to")
@@ -340,14 +338,15 @@ def test_hundred_tokens_are_drawn_in_time(open_page):
     page = open_page(attention)
     page.hover(page.token("query", 99))
     check_list(page, source, chosen_weights(attention, "cross", 6, "all")[99])
-    for name, value in (
+    choices = (
         ("layer", 3),
         ("style", "map"),
         ("head", "mean"),
         ("kind", "encoder"),
         ("style", "lines"),
         ("head", "all"),
-    ):
+    )
+    for name, value in choices:
         start = page.run("return performance.now()")
         page.choose(name, value)
         taken = page.run("return performance.now()") - start

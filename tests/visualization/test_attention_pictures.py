@@ -218,7 +218,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command(tiny, tmp_path, capsys, optional_package):
+def test_attention_command_writes_a_page_and_a_picture(tiny, tmp_path, capsys, optional_package):
     run = tiny.run
     command = ["attention", str(run), "the dog", "--output", str(tmp_path / "a.html"), "--no-compilation-cache"]
     assert cli.main([*command, "--target", "der hund", "--kind", "encoder", "--layer", "1", "--head", "2"]) == 0

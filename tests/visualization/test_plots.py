@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -24,12 +25,11 @@ def drawn(optional_package, monkeypatch):
     optional_package("matplotlib")
     figures, original = [], plots.drawing
 
+    @contextmanager
     def keep(*args):
-        manager = original(*args)
-        figure = manager.__enter__()
-        figures.append(figure)
-        manager_exit = manager.__exit__
-        return type("Kept", (), {"__enter__": lambda _: figure, "__exit__": lambda _, *a: manager_exit(*a)})()
+        with original(*args) as figure:
+            figures.append(figure)
+            yield figure
 
     monkeypatch.setattr(plots, "drawing", keep)
     return lambda: {axes.get_ylabel(): axes for axes in figures[-1].axes if axes.get_ylabel()}
@@ -44,8 +44,8 @@ def test_curves_equal_the_metrics_files(tiny, drawn, tmp_path):
     rows = [json.loads(line) for line in (tiny.run / "metrics.jsonl").read_text().splitlines()]
     changed = [row | ({"loss": None} if row["step"] == 2 and "loss" in row else {}) for row in rows]
     (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed) + '{"step": 5, "lo')
-    said = plot([str(tiny.run), f"{other}/"], tmp_path / "plots.png")
-    assert said == ["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding"]
+    names = plot([str(tiny.run), f"{other}/"], tmp_path / "plots.png")
+    assert names == ["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding"]
     axes = drawn()
     losses = [row["loss"] for row in rows if "loss" in row]
     first, second = curves_of(axes["training loss"])
@@ -105,11 +105,11 @@ def test_run_without_its_corpus_skips_lengths_with_a_warning(tiny, tmp_path, cap
     with pytest.raises(UserError, match="nowhere"):
         plot([str(run)], tmp_path / "plots.svg", ["lengths"])
     with pytest.warns(UserWarning, match="moved without lengths and padding: .*nowhere"):
-        said = plot([str(run)], tmp_path / "plots.svg")
-    assert said == ["loss", "valid_loss", "bleu", "learning_rate"]
+        names = plot([str(run)], tmp_path / "plots.svg")
+    assert names == ["loss", "valid_loss", "bleu", "learning_rate"]
     assert load_subject(str(tiny.run)).encoded is not None
     shutil.rmtree(tiny.copy(tmp_path / "again") / "cache")
-    assert len(load_subject(str(tmp_path / "again")).encoded) == 200, "encoded anew"
+    assert len(load_subject(str(tmp_path / "again")).encoded) == 200, "encoded again"
 
 
 def test_positional_encodings_of_recipes(drawn, tmp_path):
@@ -142,7 +142,7 @@ def test_learned_positions_come_from_the_run(monkeypatch, tmp_path):
     np.testing.assert_array_equal(found, table[2:102])
 
 
-def test_the_command(tiny, tmp_path, capsys, optional_package):
+def test_plot_command_writes_a_reproducible_picture(tiny, tmp_path, capsys, optional_package):
     optional_package("matplotlib")
     output = tmp_path / "plots.svg"
     rest = ["--output", str(output), "--no-compilation-cache"]
