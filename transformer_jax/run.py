@@ -4,10 +4,9 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -33,7 +32,7 @@ from transformer_jax.runtime.distributed import (
     main_process_logger,
     on_main_process,
 )
-from transformer_jax.runtime.files import to_json
+from transformer_jax.runtime.files import JsonObject, to_json
 from transformer_jax.training.loop import Evaluate, Outcome, fit
 from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.sharding import make_mesh, row_multiple, row_parts
@@ -249,7 +248,7 @@ def _make_validation(config: Config, run: RunDir, mesh: Mesh, tokenizers: Tokeni
     return Validation(config, pairs, encoded, tokenizers, mesh)
 
 
-def _test_settings(config: Config) -> dict[str, Any]:
+def _test_settings(config: Config) -> JsonObject:
     """Return what the figures on the test split depend on besides the run itself, as JSON holds it."""
     settings = {
         "decoding": dataclasses.asdict(config.decoding),
@@ -259,7 +258,7 @@ def _test_settings(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
-def _test(config: Config, run: RunDir, pairs: Pairs | None) -> Mapping[str, Any] | None:
+def _test(config: Config, run: RunDir, pairs: Pairs | None) -> JsonObject | None:
     """Score the run on the test split and write `result.json`. Return the figures, or None without a test split."""
     if config.training.average_last:
         steps = on_main_process(checkpoint_steps)(run)  # a run may have fewer than it averages

@@ -108,7 +108,9 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypat
     calls = ["embedding", LAYER + "self_attention", LAYER + "feed_forward", "decoder/layer_0/feed_forward_norm"]
     flags = {f"{number:06d} {name}": True for number, name in enumerate(calls)}
     largest = jax.tree.map(lambda leaf: np.float32(np.inf), params)
-    monkeypatch.setattr(divergence, "inspect_step", lambda *_, **__: (np.float32(1), flags, largest))
+    finite = jax.tree.map(lambda leaf: True, params)
+    found = divergence.Inspection(np.float32(1), finite, flags, largest)
+    monkeypatch.setattr(divergence, "inspect_step", lambda *_: found)
     found = locate_nonfinite(make_config(), params, random_batch(0), dropout_rng(0), 1, PAPER_LOSS)
     places = [next(i for i, path in enumerate(found["gradients"]) if path.startswith(name + "/")) for name in calls]
     assert places == sorted(places, reverse=True)

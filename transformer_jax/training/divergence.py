@@ -1,18 +1,25 @@
 """Steps whose loss or gradient is not finite: find where it began and in which sentences, then stop or skip."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, PyTree
 
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.model.transformer import Transformer
-from transformer_jax.runtime.files import to_json, write_atomically
+from transformer_jax.runtime.files import JsonObject, to_json, write_atomically
 from transformer_jax.training.accumulation import split
 from transformer_jax.training.loss import LossSpec
 from transformer_jax.training.step import loss_sums
@@ -23,28 +30,26 @@ MAX_IN_A_ROW = 10
 MAX_REPORTS = 10
 """Maximum number of reports on skipped steps per process. `metrics.jsonl` counts every skipped step."""
 
-DescribeBatch = Callable[[int], Sequence[Mapping[str, Any]]]
+DescribeBatch = Callable[[int], Sequence[JsonObject]]
 """Return the sentence pairs of global batch i, from 0, as JSON objects with number, text and ids."""
 
 
+@dataclasses.dataclass
 class Divergence:
-    """The policy `training.on_divergence`.
+    """The policy `training.on_divergence`."""
 
-    Args:
-        config: The run's configuration.
-        run: The folder that gets `diverged-STEP.json`.
-        rng: The run's dropout key.
-        describe_batch: The sentence pairs of a batch.
-        loss: The constants of the loss, as for `train_step`.
-    """
+    config: Config
+    run: RunDir
+    rng: Array
+    """The run's dropout key."""
+    describe_batch: DescribeBatch
+    loss: LossSpec
 
-    def __init__(self, config: Config, run: RunDir, rng: Array, describe_batch: DescribeBatch, loss: LossSpec) -> None:
-        self._config, self._run, self._rng, self._describe_batch = config, run, rng, describe_batch
-        self._loss = loss
+    def __post_init__(self) -> None:
         self._last_step, self._in_a_row, self._reports = -1, 0, 0
 
     def handle(self, step: int, problem: str, batch: Batch, params: Params) -> int:
-        """Report a step that is not finite, and stop the run or let it continue.
+        """Report a step that is not finite. Stop the run, or return the number of consecutive skipped steps.
 
         Args:
             step: The step whose loss or gradient is not finite.
@@ -52,15 +57,12 @@ class Divergence:
             batch: The step's batch, on the devices.
             params: The parameters of the step. In a run that skips they may be one update newer.
 
-        Returns:
-            Number of consecutive skipped steps, this one included.
-
         Raises:
             UserError: The policy is to stop, or too many consecutive steps were skipped.
         """
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._last_step = step
-        skips, is_over = self._config.training.on_divergence == "skip", self._in_a_row >= MAX_IN_A_ROW
+        skips, is_over = self.config.training.on_divergence == "skip", self._in_a_row >= MAX_IN_A_ROW
         written = ""
         if not skips or is_over or self._reports < MAX_REPORTS:
             self._reports += 1
@@ -77,13 +79,13 @@ class Divergence:
     def _write_report(self, step: int, problem: str, batch: Batch, params: Params) -> str:
         """Write the report. Return where the problem began, and the report's path."""
         try:
-            found = locate_nonfinite(self._config, params, batch, self._rng, step, self._loss)
+            found = locate_nonfinite(self.config, params, batch, self.rng, step, self.loss)
         except Exception as error:  # for example out of memory: the step is reported all the same
             found = {"first": f"unknown, because the search failed: {first_line(error)}"}
-        path = self._run.path / f"diverged-{step}.json"
+        path = self.run.path / f"diverged-{step}.json"
         try:
             if jax.process_index() == 0:
-                sentences = list(self._describe_batch(step - 1))
+                sentences = list(self.describe_batch(step - 1))
                 report = {"step": step, "problem": problem, **found, "sentences": sentences}
                 write_atomically(path, to_json(report, indent=1) + "\n")
         except UserError as error:
@@ -93,16 +95,8 @@ class Divergence:
 
 def locate_nonfinite(
     config: Config, params: Params, batch: Batch, dropout_rng: Array, step: int, loss: LossSpec
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compute a training step again to find what is not finite in it.
-
-    Args:
-        config: Model and training.
-        params: The parameters of the step.
-        batch: The batch of the step.
-        dropout_rng: The run's key.
-        step: The number of the step, from 1.
-        loss: The constants of the loss.
 
     Returns:
         `parameters`, `outputs` and `gradients`: the paths of those that are not finite, outputs of modules in the order
@@ -116,20 +110,21 @@ def locate_nonfinite(
     if accumulate > 1:
         stacked = split(batch, accumulate), jax.random.split(rng, accumulate)
         microbatches = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(accumulate)]
+    parameters: list[str] = []
     outputs: list[str] = []
     gradients: list[str] = []
     largest, loss_is_finite = ("", -1.0), True
     for microbatch in microbatches:
-        value, output_is_finite, max_gradients = jax.device_get(inspect_step(params, *microbatch, model, loss))
-        loss_is_finite &= bool(jnp.isfinite(value))
-        order = [name.partition(" ")[2] for name in output_is_finite]  # sorted by the number before the name
-        outputs += [name.partition(" ")[2] for name, is_finite in output_is_finite.items() if not is_finite]
-        for path, size in sorted(_leaves(max_gradients), key=lambda leaf: -_call_index(leaf[0], order)):
-            if not jnp.isfinite(size):
+        found = jax.device_get(inspect_step(params, *microbatch, model, loss))
+        loss_is_finite &= bool(np.isfinite(found.loss))
+        parameters = [path for path, is_finite in _by_path(found.parameters) if not is_finite]
+        order = [name.partition(" ")[2] for name in found.outputs]  # sorted by the number before the name
+        outputs += [name for name, is_finite in zip(order, found.outputs.values(), strict=True) if not is_finite]
+        for path, size in sorted(_by_path(found.gradients), key=lambda leaf: -_call_index(leaf[0], order)):
+            if not np.isfinite(size):
                 gradients.append(path)
             elif size > largest[1]:
                 largest = (path, float(size))
-    parameters = [path for path, is_finite in _leaves(jax.device_get(_all_finite(params))) if not is_finite]
     first = f"every value is finite but a sum is not; the largest gradient is {largest[1]:.3g}, of {largest[0]}"
     if parameters:
         first = f"the parameter {parameters[0]}"
@@ -143,63 +138,57 @@ def locate_nonfinite(
     return {"first": first, "parameters": parameters, **unique}
 
 
-@partial(jax.jit, static_argnums=(3, 4))
-def inspect_step(
-    params: Params, batch: Batch, rng: Array, model: Transformer, loss: LossSpec
-) -> tuple[Array, dict[str, Array], Params]:
-    """Return the loss, whether the output of each call of a module is finite, and each gradient's largest entry.
+class Inspection(NamedTuple):
+    """What `inspect_step` finds."""
 
-    The names of the outputs are the number of the call and the module's path, such as `000003 encoder/layer_0`.
-    """
+    loss: Array
+    parameters: PyTree
+    """Whether each parameter is finite."""
+    outputs: dict[str, Array]
+    """Whether the output of each call of a module is finite, by names such as `000003 encoder/layer_0`: the number of
+    the call and the module's path."""
+    gradients: PyTree
+    """The largest absolute entry of each gradient."""
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def inspect_step(params: Params, batch: Batch, rng: Array, model: Transformer, loss: LossSpec) -> Inspection:
+    """Compute a microbatch as `train_step` does, and look at every value on the way."""
 
     def loss_and_flags(params: Params) -> tuple[Array, tuple[Array, dict[str, Array]]]:
         calls: list[tuple[str, ...]] = []
 
-        def capture_filter(module: Any, method: str) -> bool:  # called at the end of each method of a module
+        def capture_filter(module: nn.Module, method: str) -> bool:  # called at the end of each method of a module
             if method == "__call__":
                 calls.append(module.path)
             return method == "__call__"
 
         sums, collections = loss_sums(
-            model,
-            params,
-            batch,
-            loss,
+            *(model, params, batch, loss),
             deterministic=False,
             rngs={"dropout": rng},
             mutable=["intermediates"],
             capture_intermediates=capture_filter,
         )
         flags: dict[str, Array] = {}
-        num_calls: dict[tuple[str, ...], int] = {}
+        num_calls: Counter[tuple[str, ...]] = Counter()
         for number, path in enumerate(calls):
-            values: Any = collections["intermediates"]
-            for name in path:
-                values = values[name]
-            output = values["__call__"][num_calls.setdefault(path, 0)]
+            module = functools.reduce(operator.getitem, path, collections["intermediates"])
+            output = module["__call__"][num_calls[path]]
             num_calls[path] += 1
             flags[f"{number:06d} {'/'.join(path)}"] = jnp.isfinite(output).all()
         return sums.loss_sum, (sums.loss_sum, flags)
 
-    gradients, (loss_sum, flags) = jax.grad(loss_and_flags, has_aux=True)(params)
-    return loss_sum, flags, jax.tree.map(lambda g: jnp.abs(g).max(), gradients)
+    gradients, (loss_sum, outputs) = jax.grad(loss_and_flags, has_aux=True)(params)
+    are_finite = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
+    return Inspection(loss_sum, are_finite, outputs, jax.tree.map(lambda g: jnp.abs(g).max(), gradients))
 
 
-@jax.jit
-def _all_finite(params: Params) -> Params:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of a tree with their paths."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+def _by_path(tree: PyTree) -> Iterable[tuple[str, Any]]:
+    return flatten_dict(tree, sep="/").items()
 
 
 def _call_index(path: str, calls: Sequence[str]) -> int:
     """Return when the module of a parameter is first called; the end for one that is not, like an output projection."""
-    names = path.split("/")
-    for length in range(len(names) - 1, 0, -1):
-        if "/".join(names[:length]) in calls:
-            return calls.index("/".join(names[:length]))
-    return len(calls)
+    modules = itertools.accumulate(path.split("/")[:-1], "{}/{}".format)
+    return ([len(calls)] + [calls.index(module) for module in modules if module in calls])[-1]

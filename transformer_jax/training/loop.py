@@ -4,19 +4,20 @@ import math
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from transformer_jax.checkpoint.checkpoint import (
     Checkpoints,
+    Figures,
     ValidationHistory,
     checkpoint_steps,
     read_history,
@@ -54,6 +55,9 @@ logger = main_process_logger(__name__)
 Evaluate = Callable[[Params, int], Evaluation]
 """Validate parameters after a step."""
 
+Controls = tuple[Array, Array, Array | None]
+"""The dropout key, whether updates are enabled, and the control flags that a step carries."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -67,7 +71,7 @@ class Outcome:
     """The name of the signal that stopped the run in any process."""
     stopped_early: bool = False
     """Whether validations stopped improving."""
-    test: Mapping[str, Any] | None = None
+    test: JsonObject | None = None
     """The figures on the test split. None before the run is finished and for a run without a test split."""
 
 
@@ -103,7 +107,8 @@ def fit(
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
     state = _first_state(config, mesh, checkpoints, initial_params)
     step, history = int(state.step), ValidationHistory.from_tree(_earlier_validations(run, training.best_by))
-    rng, sync = _dropout_rng(training, mesh), PreemptionSync(mesh)
+    make_rng = partial(dropout_rng, training.seed, training.dropout_generator)
+    rng, sync = jax.jit(make_rng, out_shardings=replicated(mesh))(), PreemptionSync(mesh)
     update_enabled = jax.device_put(np.bool_(True), replicated(mesh))
     with (
         closing(Progress(step, training.num_steps)) as progress,
@@ -115,7 +120,7 @@ def fit(
         controls = rng, update_enabled, sync.pack(ControlFlags())
         compiled_step = _compile_step(config, mesh, state, controls, data.padding_batches())
         divergence = Divergence(config, run, rng, data.describe, loss_spec(training, mesh))
-        recorder = _Recorder(training, state, history, checkpoints, writer, divergence, evaluate)
+        recorder = _Recorder(training, state, history.figures, checkpoints, writer, divergence, evaluate)
 
         def local_flags() -> ControlFlags:
             return ControlFlags(signals.received, recorder.is_save_due())
@@ -153,11 +158,6 @@ def fit(
     return Outcome(step, state, interrupted_by, recorder.should_stop_early())
 
 
-def _dropout_rng(training: TrainingConfig, mesh: Mesh) -> Array:
-    make_rng = partial(dropout_rng, training.seed, training.dropout_generator)
-    return jax.jit(make_rng, out_shardings=replicated(mesh))()
-
-
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
     """Return the last checkpoint's state, or a fresh one, sharded over the mesh."""
     model = Transformer(config.model)
@@ -177,25 +177,23 @@ def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_p
 
 
 def _compile_step(
-    config: Config, mesh: Mesh, state: TrainState, controls: Any, warmup_batches: Sequence[Batch]
+    config: Config, mesh: Mesh, state: TrainState, controls: Controls, warmup_batches: Sequence[Batch]
 ) -> CompiledStep:
-    """Compile `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`.
-
-    `controls` holds the dropout key, whether updates are enabled, and the control flags that the step carries.
-    """
+    """Compile `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`."""
     training = config.training
-    optimizer = make_optimizer(training, config.model.d_model)
     schedule = make_schedule(training, config.model.d_model)
     step = partial(
         train_step,
         model=Transformer(config.model),
-        optimizer=optimizer,
+        optimizer=make_optimizer(training, config.model.d_model),
         loss=loss_spec(training, mesh),
         accumulate=training.accumulate,
         gather_params=partial(gather_over_fsdp, mesh=mesh),
     )
 
-    def step_with_controls(state: TrainState, batch: Batch, controls: Any) -> tuple[TrainState, Any, Array | None]:
+    def step_with_controls(
+        state: TrainState, batch: Batch, controls: Controls
+    ) -> tuple[TrainState, tuple[Metrics, ArrayLike], Array | None]:
         rng, update_enabled, flags = controls
         new_state, metrics = step(state, batch, rng, update_enabled=update_enabled)
         learning_rate = schedule(update_count(state.opt_state))
@@ -211,50 +209,38 @@ def _compile_step(
     return CompiledStep(jitted, state, controls, [put_batch(batch, mesh) for batch in warmup_batches])
 
 
+@dataclass
 class _Recorder:
-    """Log, validate and save: write everything that a training run leaves in its folder.
+    """Log, validate and save: write everything that a training run leaves in its folder."""
 
-    Args:
-        training: Intervals and early stopping.
-        state: The state before the first step.
-        history: The validations so far.
-        checkpoints: Where states are saved.
-        writer: Where metrics and samples are written.
-        divergence: What to do about a step that is not finite.
-        evaluate: The validation.
-    """
+    training: TrainingConfig
+    state: TrainState
+    """The state after the last step that was dispatched."""
+    validations: tuple[Figures, ...]
+    checkpoints: Checkpoints
+    writer: MetricsWriter
+    divergence: Divergence
+    evaluate: Evaluate
 
-    def __init__(
-        self,
-        training: TrainingConfig,
-        state: TrainState,
-        history: ValidationHistory,
-        checkpoints: Checkpoints,
-        writer: MetricsWriter,
-        divergence: Divergence,
-        evaluate: Evaluate,
-    ) -> None:
-        self._training, self._state, self._validations = training, state, history.figures
-        self._checkpoints, self._writer = checkpoints, writer
-        self._divergence, self._evaluate = divergence, evaluate
+    def __post_init__(self) -> None:
         self._fetcher = MetricsFetcher(self._handle_nonfinite)
-        self._last_saved_step, self._last_save_time = int(state.step), time.monotonic()
+        self._last_saved_step, self._last_save_time = int(self.state.step), time.monotonic()
 
     def add(self, step: int, state: TrainState, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
         """Take the results of a step that was just dispatched, and check those of the step before."""
-        self._state = state
+        self.state = state
         self._fetcher.add(step, batch, metrics, learning_rate)
 
     def _handle_nonfinite(self, step: int, problem: str, batch: Batch) -> None:
-        skipped_in_a_row = self._divergence.handle(step, problem, batch, self._state.params)
-        self._writer.write(step, {"skipped": float(skipped_in_a_row)})
+        skipped_in_a_row = self.divergence.handle(step, problem, batch, self.state.params)
+        self.writer.write(step, {"skipped": float(skipped_in_a_row)})
         logger.info("step %d skipped: %s", step, problem)
 
     def log(self, step: int, progress: Progress) -> None:
         """Write and show the metrics of the step, unless it was skipped."""
         row = self._fetcher.row()
         if row is not None:
-            self._writer.write(step, row)
+            self.writer.write(step, row)
             progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
 
     def validate(self, step: int) -> Mapping[str, float]:
@@ -266,23 +252,22 @@ class _Recorder:
         self._fetcher.check()
         with self._fetcher.paused():
             try:
-                evaluation = self._evaluate(eval_params(self._state), step)
+                evaluation = self.evaluate(eval_params(self.state), step)
             except BaseException:
                 if jax.process_count() == 1:  # other processes may not have reached this step
-                    pending = ValidationHistory(self._validations, is_pending=True)
-                    self._checkpoints.save(step, self._state, history=pending)
+                    self.checkpoints.save(step, self.state, history=ValidationHistory(self.validations, True))
                 raise
             if evaluation.metrics:
-                self._validations += (evaluation.metrics,)
-                self._writer.write(step, evaluation.metrics)
-                self._writer.write_samples(step, evaluation.samples)
+                self.validations += (evaluation.metrics,)
+                self.writer.write(step, evaluation.metrics)
+                self.writer.write_samples(step, evaluation.samples)
                 logger.info("%s", _describe_evaluation(step, evaluation))
         return evaluation.metrics
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint, with the figures of its validation, after checking that its state is finite."""
         self._fetcher.check()
-        self._checkpoints.save(step, self._state, figures, ValidationHistory(self._validations))
+        self.checkpoints.save(step, self.state, figures, ValidationHistory(self.validations))
         self._last_saved_step, self._last_save_time = step, time.monotonic()
 
     def finish(self, step: int) -> None:
@@ -290,29 +275,26 @@ class _Recorder:
         self._fetcher.check()
         if self._last_saved_step != step:
             self.save(step)
-        on_main_process(self._writer.close)()
+        on_main_process(self.writer.close)()
 
     def is_save_due(self) -> bool:
         """Return whether `training.checkpoint_seconds` have passed since the last checkpoint."""
-        return time.monotonic() - self._last_save_time >= self._training.checkpoint_seconds
+        return time.monotonic() - self._last_save_time >= self.training.checkpoint_seconds
 
     def should_stop_early(self) -> bool:
         """Return whether validations have stopped improving."""
-        return should_stop_early(self._validations, self._training.best_by, self._training.patience)
+        return should_stop_early(self.validations, self.training.best_by, self.training.patience)
 
 
-def should_stop_early(validations: Sequence[Mapping[str, float | None]], best_by: str, patience: int) -> bool:
-    """Return whether the last `patience` validations did not improve on the best one before them.
+def should_stop_early(validations: Sequence[Figures], best_by: str, patience: int) -> bool:
+    """Return whether the last `patience` validations did not improve on the best one before them. 0 never stops.
+
+    Validations without the figure `best_by` do not count.
 
     >>> should_stop_early([{"valid_loss": 3.0}, {"valid_loss": 2.0}, {"valid_loss": 2.5}], "valid_loss", 2)
     False
     >>> should_stop_early([{"valid_loss": 2.0}, {"valid_loss": 2.5}, {"valid_loss": 2.0}], "valid_loss", 2)
     True
-
-    Args:
-        validations: The figures of all validations of the run. Mappings without `best_by` do not count.
-        best_by: The figure that is compared, `training.best_by`.
-        patience: Number of validations without improvement after which to stop. 0 never stops.
     """
     values = [row[best_by] for row in validations if best_by in row]
     scores = [-math.inf, *(selection_score({best_by: value}, best_by) for value in values)]
@@ -341,24 +323,17 @@ def _describe_evaluation(step: int, evaluation: Evaluation) -> str:
     return "\n".join(lines)
 
 
-class StopSignals:
+class StopSignals(ExitStack):
     """Let Ctrl-C and SIGTERM end the loop after the current step; a second signal ends the program at once."""
 
-    def __init__(self) -> None:
-        self.received = 0
-        """The number of the signal that this process received. 0 before one arrives."""
-        self._old: dict[int, Any] = {}
+    received = 0
+    """The number of the signal that this process received. 0 before one arrives."""
 
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._old[number] = signal.signal(number, self._handle)
-            except ValueError:  # outside the main thread, signals are left to the caller
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
+            with suppress(ValueError):  # outside the main thread, signals are left to the caller
+                self.callback(signal.signal, number, signal.signal(number, self._handle))
+        return super().__enter__()
 
     def name_in_any_process(self) -> str | None:
         """Return the name of the signal that some process received, or None. Every process calls this method."""
@@ -367,8 +342,4 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        self.close()  # restores the handlers
