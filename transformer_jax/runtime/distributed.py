@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from transformer_jax.types import UserError, first_line
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
 
 # jax is imported inside the functions, so that the command line can read its flags before jax starts.
 
@@ -46,26 +50,19 @@ class Cluster:
 
 
 def initialize(cluster: Cluster, environment: Mapping[str, str] = os.environ, timeout: float = START_SECONDS) -> bool:
-    """Connect this process with the others, before anything else uses a device.
+    """Connect this process with the others, before anything else uses a device. Return whether there are others.
 
-    Args:
-        cluster: The flags. Without flags the environment decides.
-        environment: The variables that cluster managers set.
-        timeout: Seconds for all processes to start.
-
-    Returns:
-        Whether there are several processes.
+    Flags decide, then the variables that cluster managers set. `timeout` is in seconds.
 
     Raises:
         UserError: Flags are missing or out of range, JAX does not recognize the cluster, or a process does not start
             in time.
     """
-    given = {f"--{name.replace('_', '-')}": value for name, value in vars(cluster).items()}
     if cluster.num_processes == 1 and cluster.coordinator_address is None and not cluster.process_id:
         return False
-    is_explicit = any(value is not None for value in given.values())
+    is_explicit = cluster != Cluster()
     if is_explicit:
-        _check(cluster, given)
+        _check(cluster)
     elif not is_cluster(environment):
         return False
     import jax
@@ -73,17 +70,16 @@ def initialize(cluster: Cluster, environment: Mapping[str, str] = os.environ, ti
     # JAX's preemption service, and so Orbax's reached_preemption, takes SIGTERM away from Python and knows neither
     # Ctrl-C nor checkpoints that are due by the clock: PreemptionSync carries all three.
     jax.config.update("jax_enable_preemption_service", False)
-    options: dict[str, Any] = {
-        "initialization_timeout": int(timeout),
-        "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-        "shutdown_timeout_seconds": SHUTDOWN_SECONDS,
-    }
-    if is_explicit:
-        options |= {**vars(cluster), "cluster_detection_method": "deactivate"}
-        if cluster.process_id:
-            _wait_for(str(cluster.coordinator_address), timeout)
+    if is_explicit and cluster.process_id:
+        _wait_for(str(cluster.coordinator_address), timeout)
     try:
-        jax.distributed.initialize(**options)
+        jax.distributed.initialize(
+            **vars(cluster),
+            cluster_detection_method="deactivate" if is_explicit else None,
+            initialization_timeout=int(timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
     except (RuntimeError, ValueError, OSError) as error:
         if not is_explicit and "coordinator_address should be defined" in str(error):
             return False  # a single TPU machine
@@ -147,7 +143,8 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
     return "TPU_ML_PLATFORM" in environment and "TPU_SKIP_MDS_QUERY" not in environment
 
 
-def _check(cluster: Cluster, given: Mapping[str, Any]) -> None:
+def _check(cluster: Cluster) -> None:
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(cluster).items()}
     missing = [flag for flag, value in given.items() if value is None]
     if missing:
         present = [f"{flag} {value}" for flag, value in given.items() if value is not None]
@@ -350,34 +347,33 @@ class ControlFlags(NamedTuple):
 
 
 class PreemptionSync:
-    """Agree between processes, without waiting, to stop or to save after the same step.
+    """Agree between processes, without waiting, to stop or to save after the same step of a mesh.
 
     Each step carries the local flags and returns their maximum over processes, read one step later, so there is no
     collective besides those of the step. In a single process flags take effect at once.
-
-    Args:
-        mesh: The mesh of the step.
     """
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: "Mesh") -> None:
         self._mesh = mesh
-        self._carried: list[Any] = []
+        self._carried: list[jax.Array | ControlFlags] = []
 
-    def pack(self, local: ControlFlags) -> Any:
+    def pack(self, local: ControlFlags) -> "jax.Array | None":
         """Return the local flags as `devices 2` int32, an argument of the next step. None in a single process."""
         import jax
         import numpy as np
 
         if jax.process_count() == 1:
             return None
-        row = [[local.signal, local.save and is_main_process()]]
-        rows = np.tile(np.array(row, np.int32), (jax.local_device_count(), 1))
+        row = np.array([[local.signal, local.save and is_main_process()]], np.int32)
         spec = jax.sharding.PartitionSpec(self._mesh.axis_names)
-        return jax.make_array_from_process_local_data(jax.sharding.NamedSharding(self._mesh, spec), rows)
+        return jax.make_array_from_process_local_data(
+            jax.sharding.NamedSharding(self._mesh, spec), np.tile(row, (jax.local_device_count(), 1))
+        )
 
-    def push(self, carried: Any) -> None:
+    def push(self, carried: "jax.Array | None") -> None:
         """Take the maximum over the devices that a step returned."""
-        self._carried.append(carried)
+        if carried is not None:
+            self._carried.append(carried)
 
     def clear(self) -> None:
         """Discard requests that steps still carry, after a save. The next step sends a discarded signal again."""

@@ -2,15 +2,18 @@
 
 import re
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from transformer_jax.types import RowParts, UserError
 
 AXES = ("data", "fsdp", "tensor")
+
+Tree = TypeVar("Tree")
 
 BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # both axes split the rows of a batch
 
@@ -39,20 +42,16 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
     Raises:
         UserError: The product of the sizes is not the number of devices.
     """
-    count = jax.device_count()
+    count, processes = jax.device_count(), jax.process_count()
     sizes = (count // (fsdp * tensor) if data == -1 else data, fsdp, tensor)
     if sizes[0] * fsdp * tensor != count:
+        here = f" ({processes} processes, {jax.local_device_count()} devices in this one)" if processes > 1 else ""
         raise UserError(
             f"training.mesh_data={data}, training.mesh_fsdp={fsdp} and training.mesh_tensor={tensor} do not multiply "
-            f"to the {count} devices there are{_in_processes()}. Choose sizes whose product is {count}; mesh_data -1 "
-            "takes the devices that the other axes leave"
+            f"to the {count} devices there are{here}. Choose sizes whose product is {count}; mesh_data -1 takes the "
+            "devices that the other axes leave"
         )
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _in_processes() -> str:
-    count = jax.process_count()
-    return f" ({count} processes, {jax.local_device_count()} devices in this one)" if count > 1 else ""
 
 
 def partition_spec(path: str) -> PartitionSpec:
@@ -60,14 +59,14 @@ def partition_spec(path: str) -> PartitionSpec:
     return next((spec for pattern, spec in PARAMETER_SPECS if re.search(pattern, path)), PartitionSpec())
 
 
-def tree_shardings(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+def tree_shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> Any:
     """Return a `NamedSharding` per leaf of a tree of parameters, or of an optimizer state, whose paths end alike.
 
     Raises:
         UserError: A mesh axis does not divide the array axis that it splits.
     """
 
-    def leaf_sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def leaf_sharding(path: jax.tree_util.KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = partition_spec(name)
         for axis, mesh_axis in enumerate(spec):
@@ -91,18 +90,19 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, BATCH_SPEC)
 
 
-def gather_over_fsdp(params: Any, mesh: Mesh) -> Any:
+def gather_over_fsdp(params: Tree, mesh: Mesh) -> Tree:
     """Gather parameters along `fsdp` before the model uses them, under `jit`; the split along `tensor` remains.
 
     Without this constraint XLA propagates the split of the embedding table's columns to the activations: every device
     then computes all rows, and activations are communicated instead of parameters.
     """
+    if mesh.shape["fsdp"] == 1:
+        return params
 
-    def gather(leaf: Any, sharding: NamedSharding) -> Any:
-        spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec))
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+    def without_fsdp(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec)))
 
-    return jax.tree.map(gather, params, tree_shardings(params, mesh)) if mesh.shape["fsdp"] > 1 else params
+    return jax.lax.with_sharding_constraint(params, jax.tree.map(without_fsdp, tree_shardings(params, mesh)))
 
 
 def row_multiple(mesh: Mesh, accumulate: int = 1) -> int:
@@ -118,19 +118,18 @@ def row_parts(mesh: Mesh) -> RowParts:
     return RowParts(tuple(mine), len(devices))
 
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
+def put_batch(batch: Tree, mesh: Mesh) -> Tree:
     """Turn NumPy arrays with the rows of `row_parts`, those of this process, into global arrays on the mesh."""
     sharding, parts = batch_sharding(mesh), row_parts(mesh)
 
-    def put(rows: Any) -> jax.Array:
-        rows = np.asarray(rows)
+    def put(rows: np.ndarray) -> jax.Array:
         num_rows = len(rows) // len(parts.mine) * parts.num_parts
         return jax.make_array_from_process_local_data(sharding, rows, (num_rows, *rows.shape[1:]))
 
     return jax.tree.map(put, batch)
 
 
-def gather_params(params: Any, mesh: Mesh) -> Any:
+def gather_params(params: Tree, mesh: Mesh) -> Tree:
     """Gather parameters on the first device of each process, if there are several, for work that is not shared."""
     if jax.process_count() == 1:
         return params
@@ -138,12 +137,12 @@ def gather_params(params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), full)
 
 
-def put_params(params: Any, shardings: Any) -> Any:
+def put_params(params: Tree, shardings: Tree) -> Tree:
     """Place parameters on devices according to their shardings. Every process must pass the complete parameters."""
     if jax.process_count() == 1:
         return jax.device_put(params, shardings, may_alias=False)
 
-    def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    def put(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:  # device_put would send every leaf for comparison
         host = np.array(leaf)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
