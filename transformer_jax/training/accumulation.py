@@ -1,41 +1,38 @@
 """Gradient accumulation: compute sums over a batch one microbatch at a time, to hold less in memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
+
+Tree = TypeVar("Tree")
+Sums = TypeVar("Sums")
+Rows = TypeVar("Rows")
 
 
-def split(tree: Any, num_microbatches: int) -> Any:
-    """Split the first axis of every array into two: microbatch, row of the microbatch.
+def split(tree: Tree, num_microbatches: int) -> Tree:
+    """Split the first axis of every array, a multiple of `num_microbatches`, into two: microbatch, row of it.
 
     Microbatch i has rows i, i + num_microbatches, ..., so that rows stay on their device when the axis is sharded.
-
-    Args:
-        tree: Arrays whose first axis is a multiple of `num_microbatches`.
-        num_microbatches: Number of microbatches.
     """
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, num_microbatches, *x.shape[1:]), 0, 1), tree)
 
 
-def merge(tree: Any) -> Any:
+def merge(tree: Tree) -> Tree:
     """Undo `split`."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
-def accumulate(function: Callable[[Any], tuple[Any, Any]], microbatches: Any) -> tuple[Any, Any]:
-    """Apply a function to each microbatch in turn and sum its first result.
-
-    Args:
-        function: Maps one microbatch to (what to sum, what to stack).
-        microbatches: A tree of arrays whose first axis is the microbatch, as `split` returns it.
+def accumulate(function: Callable[[Tree], tuple[Sums, Rows]], microbatches: Tree) -> tuple[Sums, Rows]:
+    """Apply a function to each microbatch of `split` in turn.
 
     Returns:
-        The sums, at least float32, and the stacked second results.
+        The sums of its first results, at least float32, and its second results, stacked.
     """
 
-    def add(total: Any, microbatch: Any) -> tuple[Any, Any]:
+    def add(total: Sums, microbatch: Tree) -> tuple[Sums, Rows]:
         terms, result = function(microbatch)
         return jax.tree.map(jnp.add, total, terms), result
 
@@ -43,6 +40,6 @@ def accumulate(function: Callable[[Any], tuple[Any, Any]], microbatches: Any) ->
     return jax.lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x)), terms), microbatches)
 
 
-def sum_dtype(x: Any) -> Any:
+def sum_dtype(x: Array | jax.ShapeDtypeStruct) -> jnp.dtype:
     """Return the dtype to sum in: at least float32 for floats, unchanged otherwise."""
     return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype

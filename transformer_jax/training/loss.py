@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.embedding import Unembedding, unembed
 from transformer_jax.training.accumulation import accumulate, merge, split
+
+Sums = TypeVar("Sums")
+Rows = TypeVar("Rows")
 
 LabelSmoothingOver = Literal["non_target", "all", "non_target_non_pad"]
 
@@ -117,27 +120,21 @@ def fused_linear_cross_entropy(
 
 
 _Sums = tuple[Array, Array]  # the loss and the negative log-likelihood
+_X = Float[Array, "n d_model"]
+_Targets = tuple[Int[Array, " n"], Bool[Array, " n"]]  # targets, weights
 _Positions = tuple[Float[Array, "n d_model"], Int[Array, " n"], Bool[Array, " n"]]  # x, targets, weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _loss(
-    x: Float[Array, "n d_model"],
-    output: Unembedding,
-    targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
-    spec: LossSpec,
-) -> _Sums:
+def _loss(x: _X, output: Unembedding, targets: _Targets, spec: LossSpec) -> _Sums:
     def chunk_sums(positions: _Positions) -> tuple[_Sums, None]:
         return _sums_and_logits_grad(positions, output, spec)[0], None
 
-    return _map_chunks(chunk_sums, (x, *targets_and_weights), _num_chunks(targets_and_weights[0], output, spec))[0]
+    return _map_chunks(chunk_sums, (x, *targets), output, spec)[0]
 
 
 def _loss_forward(
-    x: Float[Array, "n d_model"],
-    output: Unembedding,
-    targets_and_weights: tuple[Int[Array, " n"], Bool[Array, " n"]],
-    spec: LossSpec,
+    x: _X, output: Unembedding, targets: _Targets, spec: LossSpec
 ) -> tuple[_Sums, tuple[Array, Unembedding]]:
     """Return the sums, and as residuals all gradients of the loss."""
 
@@ -149,8 +146,7 @@ def _loss_forward(
         bias_grad = None if output.bias is None else jnp.sum(logits_grad, axis=0)
         return (sums, Unembedding(table_grad, bias_grad)), x_grad
 
-    num_chunks = _num_chunks(targets_and_weights[0], output, spec)
-    (sums, output_grad), x_grad = _map_chunks(chunk_sums_and_grads, (x, *targets_and_weights), num_chunks)
+    (sums, output_grad), x_grad = _map_chunks(chunk_sums_and_grads, (x, *targets), output, spec)
     return sums, (x_grad, jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), output_grad, output))
 
 
@@ -179,18 +175,15 @@ def _sums_and_logits_grad(
     return (sums.loss_sum, sums.nll_sum), grad
 
 
-def _num_chunks(targets: Int[Array, " n"], output: Unembedding, spec: LossSpec) -> int:
-    num_logits = targets.size * output.table.shape[0]
-    return 1 if spec.max_logits is None else min(targets.size, -(-num_logits // spec.max_logits))
-
-
 def _map_chunks(
-    function: Callable[[_Positions], tuple[Any, Any]], positions: _Positions, num_chunks: int
-) -> tuple[Any, Any]:
-    """Call `function` on one chunk of positions at a time. Sum its first result and concatenate its second."""
+    function: Callable[[_Positions], tuple[Sums, Rows]], positions: _Positions, output: Unembedding, spec: LossSpec
+) -> tuple[Sums, Rows]:
+    """Call `function` on chunks of positions in turn. Sum its first result and concatenate its second."""
+    num_positions = len(positions[0])
+    num_logits = num_positions * output.table.shape[0]
+    num_chunks = 1 if spec.max_logits is None else min(num_positions, -(-num_logits // spec.max_logits))
     if num_chunks == 1:
         return function(positions)
-    num_positions = len(positions[0])
 
     def pad(array: Array) -> Array:
         """Pad to a multiple of the number of chunks, with positions of weight 0."""

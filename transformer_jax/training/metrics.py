@@ -154,25 +154,20 @@ class _Board:
         # Imported here because it imports torch where torch is installed, which takes seconds.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
+        from tensorboardX.proto.summary_pb2 import Summary
 
-        self._event, self._scalar = Event, scalar
-        self.name = str(folder)
+        self.name, self._event, self._summary = str(folder), Event, Summary
         with _failures_named(self.name):
             folder.mkdir(exist_ok=True)
             self._file = EventsWriter(str(folder / "events"))
             # TensorBoard then hides what earlier files hold for later steps.
-            for event in (
-                Event(step=step + 1, file_version="brain.Event:2"),
-                Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)),
-            ):
-                self._file.write_event(event)
+            self._file.write_event(Event(step=step + 1, file_version="brain.Event:2"))
+            self._file.write_event(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         with _failures_named(self.name):
-            for name, value in values.items():
-                summary = self._scalar(name, value)
-                self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+            summary = self._summary(value=[{"tag": name, "simple_value": value} for name, value in values.items()])
+            self._file.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
             self._file.flush()
 
     def close(self) -> None:

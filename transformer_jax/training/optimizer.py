@@ -71,10 +71,6 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
     After update t, from 1, average = d * average + (1 - d) * parameters with d = min(decay, (1 + t) / (10 + t)), so
     that the random initial parameters are soon forgotten. `optax.incremental_update` computes 1 - (1 - d) in place of
     d, which would change the bits of the average.
-
-    Args:
-        optimizer: Makes the updates.
-        decay: The largest d.
     """
 
     def init(params: Params) -> WithAverage:
@@ -105,10 +101,7 @@ def eval_params(state: TrainState) -> Params:
 def make_optimizer(config: TrainingConfig, d_model: int) -> optax.GradientTransformation:
     """Return Adam with the schedule (paper section 5.3), with clipping and a moving average if they are configured.
 
-    Args:
-        config: Adam's beta1, beta2 and epsilon (0.9, 0.98 and 1e-9 in the paper), the schedule, `clip_norm` and
-            `ema_decay`.
-        d_model: The model's width, which the paper's schedule depends on.
+    The paper's beta1, beta2 and epsilon are 0.9, 0.98 and 1e-9, and its schedule depends on `d_model`.
     """
     clipping = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     optimizer = optax.chain(

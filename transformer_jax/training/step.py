@@ -51,10 +51,7 @@ def dropout_rng(seed: int, generator: Literal["hash", "threefry"] = "hash") -> A
 def loss_spec(training: TrainingConfig, mesh: Mesh | None = None) -> LossSpec:
     """Return the settings of the loss: label smoothing and the maximum number of logits computed at once.
 
-    Args:
-        training: The training configuration. `loss_chunk_mb` limits the logits on one device, in MB of float32.
-        mesh: The mesh that splits the rows of a batch. The limit grows with the number of its row parts. None is one
-            device.
+    `training.loss_chunk_mb` limits the logits on one device, in MB of float32. A mesh splits the rows of a batch.
     """
     max_logits = training.loss_chunk_mb * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
     return LossSpec(training.label_smoothing, training.label_smoothing_over, max_logits=max_logits)
@@ -154,18 +151,9 @@ def loss_sums(
     mutable: Sequence[str] = (),
     **options: Any,
 ) -> tuple[LossSums, Any]:
-    """Sum the loss over a batch.
+    """Sum the loss over a batch or microbatch. Return the sums and the model's collections named by `mutable`.
 
-    Args:
-        model: The model.
-        params: Its parameters.
-        batch: A batch or microbatch.
-        loss: The constants of the loss. The padding token is the model's.
-        mutable: Names of the model's collections to return.
-        options: For `model.apply`.
-
-    Returns:
-        The sums, and the collections named by `mutable`.
+    The padding token is the model's, whatever `loss` states. `options` are for `model.apply`.
     """
     (x, output), collections = model.apply(
         {"params": params},
