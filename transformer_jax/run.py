@@ -19,7 +19,7 @@ from transformer_jax.config import Config
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.encoding import load_or_encode
 from transformer_jax.data.loader import TrainingData, plan_batches
-from transformer_jax.data.pairs import Pairs, Split
+from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer_pair import TokenizerPair, train_tokenizers
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation.validation import Validation, evaluate_pairs
@@ -83,19 +83,19 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
     on_main_process(run.make)()
     with _locked(run) as can_write:
         steps = _open(run, config, strict, can_write)
-        if steps and steps[-1] == num_steps and not (can_write and _is_validation_pending(run, num_steps)):
-            return _finished(config, run, steps[-1], can_write)
+        if num_steps in steps and not (can_write and _is_validation_pending(run, num_steps)):
+            return _finished(config, run, can_write)
 
         started = time.monotonic()
         mesh = make_mesh(config.training.mesh_data, config.training.mesh_fsdp, config.training.mesh_tensor)
-        pairs = _read_split(config, "train")
+        pairs = _read_split(config.data, "train")
         assert pairs is not None  # data.train is never empty
         tokenizers = _make_tokenizers(config, run, pairs)
         initial_params = None if steps else _load_initial_params(config)
         data = _load_training_data(config, run, mesh, pairs, tokenizers, steps)
         logger.info("%s; ready after %.0f s", _describe(config, data), time.monotonic() - started)
         evaluate = _make_validation(config, run, mesh, tokenizers)
-        test_pairs = _read_split(config, "test")  # read before training, so that a mistake is found now
+        test_pairs = _read_split(config.data, "test")  # read before training, so that a mistake is found now
         if steps:
             logger.info("resuming %s at step %d", run.path, steps[-1])
         on_main_process(run.discard_results)()  # those of an earlier run with fewer steps
@@ -148,9 +148,10 @@ def _is_validation_pending(run: RunDir, step: int) -> bool:
     return history is not None and history.is_pending
 
 
-def _finished(config: Config, run: RunDir, step: int, can_write: bool) -> Outcome:
+def _finished(config: Config, run: RunDir, can_write: bool) -> Outcome:
     """Return the earlier result of a finished run, or test it again if the test has other settings now."""
-    logger.info("%s is finished: step %d of %d", run.path, step, config.training.num_steps)
+    step = config.training.num_steps
+    logger.info("%s is finished: step %d of %d", run.path, step, step)
     result = on_main_process(run.read_result)()
     if result.get("settings", result.get("asked")) == _test_settings(config):
         return Outcome(step, test=result if "bleu" in result else None)
@@ -159,12 +160,10 @@ def _finished(config: Config, run: RunDir, step: int, can_write: bool) -> Outcom
             f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written. Score the "
             "run with `evaluate`"
         )
-    return Outcome(step, test=_test(config, run, _read_split(config, "test")))
+    return Outcome(step, test=_test(config, run, _read_split(config.data, "test")))
 
 
-@collective
-def _read_split(config: Config, split: Split) -> Pairs | None:
-    return read_split(config.data, split)
+_read_split = collective(read_split)
 
 
 @main_process_first
@@ -196,9 +195,11 @@ def _load_initial_params(config: Config) -> Params | None:
 def _check_same_function(old: Config, new: Config) -> None:
     """Check that a model computes the same function of its parameters and tokens as the one it starts from."""
     before, after = old.flat(), new.flat()
-    names = [name for name in after if name.startswith(("model.", "tokenizer.")) and name not in _FREE_AT_INIT]
-    names = [name for name in names if before[name] != after[name]]
-    differing = [f"{name} is {before[name]!r} there and {after[name]!r} here" for name in names]
+    differing = [
+        f"{name} is {before[name]!r} there and {value!r} here"
+        for name, value in after.items()
+        if name.startswith(("model.", "tokenizer.")) and name not in _FREE_AT_INIT and before[name] != value
+    ]
     if differing:
         raise UserError(
             f"training.init_from={new.training.init_from} holds another model: {'; '.join(differing)}. Use its values"
@@ -241,7 +242,7 @@ def _describe(config: Config, data: TrainingData) -> str:
 
 
 def _make_validation(config: Config, run: RunDir, mesh: Mesh, tokenizers: TokenizerPair) -> Evaluate:
-    pairs = _read_split(config, "valid")
+    pairs = _read_split(config.data, "valid")
     if pairs is None:
         return lambda params, step: Evaluation()
     encoded = main_process_first(load_or_encode)(config, "valid", tokenizers, run.cache, pairs)
@@ -250,12 +251,8 @@ def _make_validation(config: Config, run: RunDir, mesh: Mesh, tokenizers: Tokeni
 
 def _test_settings(config: Config) -> JsonObject:
     """Return what the figures on the test split depend on besides the run itself, as JSON holds it."""
-    settings = {
-        "decoding": dataclasses.asdict(config.decoding),
-        "average_last": config.training.average_last,
-        "test": config.data.test,
-    }
-    return json.loads(json.dumps(settings))
+    decoding = json.loads(json.dumps(dataclasses.asdict(config.decoding)))
+    return {"decoding": decoding, "average_last": config.training.average_last, "test": config.data.test}
 
 
 def _test(config: Config, run: RunDir, pairs: Pairs | None) -> JsonObject | None:

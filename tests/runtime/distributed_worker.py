@@ -20,14 +20,14 @@ assert distributed.initialize(distributed.Cluster(sys.argv[1], int(sys.argv[2]),
 
 import jax
 import numpy as np
-from tiny_training import make_config, train
+from tiny_training import make_config, steps_of, train
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint import checkpoint
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.testing import log_lines, random_batch
+from transformer_jax.training import metrics
 from transformer_jax.training.sharding import make_mesh, put_batch, row_parts
 from transformer_jax.types import Batch, UserError
 
@@ -41,8 +41,8 @@ def batches_on(mesh, send_at=-1):
         while True:
             if position == send_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-            whole = random_batch(position, rows=16)
-            yield Batch(*(array[row_parts(mesh).rows(16)] for array in whole if array is not None))
+            complete = random_batch(position, rows=16)
+            yield Batch(*(array[row_parts(mesh).rows(16)] for array in complete if array is not None))
             position += 1
 
     return batches
@@ -87,6 +87,10 @@ def talk():
     }
 
 
+def fail_to_write(file, row):
+    raise UserError("cannot write a row")
+
+
 def failures_of_the_first():
     """The errors of both processes where only process 0 fails, which has to read or write alone."""
     workdir = RunDir(FOLDER / "failures")
@@ -95,6 +99,13 @@ def failures_of_the_first():
     distributed.on_main_process(workdir.metrics.mkdir)()
     found = {"writer": failure(lambda: run("failures", make_mesh(8, 1, 1), num_steps=2), Exception)}
     distributed.on_main_process(workdir.metrics.rmdir)()
+
+    append = metrics._append
+    if INDEX == 0:
+        metrics._append = fail_to_write
+    found["row"] = failure(lambda: run("failures", make_mesh(8, 1, 1), num_steps=50))
+    metrics._append = append
+    assert steps_of(FOLDER / "failures") == [1]
 
     disk_usage = checkpoint.shutil.disk_usage
     if INDEX == 0:
@@ -115,7 +126,7 @@ def main():
     # A signal in one process, and a clock that only the first one is to look at.
     clock = 1e-9 if INDEX == 0 else 1e9
     outcome = run("data", make_mesh(8, 1, 1), 7, num_steps=50, keep_checkpoints=20, checkpoint_seconds=clock)
-    found["data"] = [outcome.step, outcome.interrupted_by, checkpoint_steps(RunDir(FOLDER / "data"))]
+    found["data"] = [outcome.step, outcome.interrupted_by, steps_of(FOLDER / "data")]
     outcome = run("there", make_mesh(1, 8, 1))  # one process wrote its second step
     too_fast = {"schedule": "constant", "peak_learning_rate": 1e38, "warmup_steps": 1}
     found["diverged"] = failure(lambda: run("diverged", make_mesh(1, 8, 1), **too_fast))

@@ -2,29 +2,21 @@
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import xla_flags
-from tiny_training import make_config, train
+from processes import ROOT, start_python, wait_until
+from tiny_training import changed, losses, make_config, rows_of, steps_of, train
 
 from transformer_jax import run as commands
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps
-from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, TokenizerConfig
 from transformer_jax.runtime.distributed import Cluster, initialize, is_cluster
 from transformer_jax.testing import random_batch, tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port():
@@ -33,31 +25,10 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(command, devices):
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    environment["XLA_FLAGS"] = xla_flags(devices)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    )
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))  # each once, in order
-    return [row["loss"] for row in rows]
-
-
 def config_of(corpus, **training):
     """Short sentences of whole words: one shape everywhere, also when half of them are translated."""
-    config = tiny_config(corpus, **training)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=32),
-        tokenizer=TokenizerConfig(kind="word"),
-        data=dataclasses.replace(config.data, batch_tokens=400),
-    )
+    config = dataclasses.replace(tiny_config(corpus, **training), tokenizer=TokenizerConfig(kind="word"))
+    return changed(config, model={"vocab_size": 32}, data={"batch_tokens": 400})
 
 
 @pytest.fixture(scope="module")
@@ -79,19 +50,14 @@ def two(tmp_path_factory, corpus):
     """The folder in which two processes of four devices have run `distributed_worker.py`, and what each found."""
     folder = tmp_path_factory.mktemp("two")
     train(folder / "there", make_config(num_steps=2), batches=batches)
-    config = config_of(corpus, average_last=2, valid_sentences=8, init_from=str(folder / "source"))
-    source = dataclasses.replace(config.data, valid="", test="")
-    training = dataclasses.replace(config.training, num_steps=1, average_last=0, init_from="")
-    source = dataclasses.replace(config, data=source, training=training)
+    source = changed(config_of(corpus, num_steps=1), data={"valid": "", "test": ""})
     commands.train(source, folder / "source")
+    config = config_of(corpus, average_last=2, valid_sentences=8, init_from=str(folder / "source"))
     (folder / "command.json").write_text(config.to_json())
-    odd = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=33))
-    odd = dataclasses.replace(
-        odd, training=dataclasses.replace(config.training, mesh_data=4, mesh_tensor=2, init_from="")
-    )
+    odd = changed(config_of(corpus, mesh_data=4, mesh_tensor=2), model={"vocab_size": 33})
     (folder / "odd.json").write_text(odd.to_json())
     worker, address = ROOT / "tests" / "runtime" / "distributed_worker.py", f"127.0.0.1:{free_port()}"
-    processes = [start([sys.executable, worker, address, 2, index, folder], 4) for index in range(2)]
+    processes = [start_python([worker, address, 2, index, folder], devices=4) for index in range(2)]
     try:
         for process in processes:
             out, err = process.communicate(timeout=300)
@@ -103,7 +69,7 @@ def two(tmp_path_factory, corpus):
     return folder, [json.loads((folder / f"{index}.json").read_text()) for index in range(2)]
 
 
-def test_processes_talk(two):
+def test_processes_exchange_values_and_errors(two):
     _, found = two
     talks = [one["talk"] for one in found]
     assert [talk.pop("main_process_first") for talk in talks] == [0, 1]
@@ -128,6 +94,7 @@ def test_processes_talk(two):
     ("place", "message"),
     [
         ("writer", "metrics.jsonl"),
+        ("row", "cannot write a row"),
         ("space", "has 0.0 MB free: it was not written"),
         ("history", "is damaged: validations/metadata has 7 bytes"),
         ("pending", "is damaged: validations/metadata has 7 bytes"),
@@ -141,7 +108,7 @@ def test_failure_of_process_0_alone_ends_both(two, place, message):
     assert message in second
 
 
-def test_two_processes_learn_what_one_learns_on_any_mesh_and_go_on_where_it_stopped(two, tmp_path):
+def test_two_processes_train_as_one_on_any_mesh_and_resume_its_run(two, tmp_path):
     folder, found = two
     train(tmp_path / "alone", make_config(num_steps=6), batches=batches)
     alone = losses(tmp_path / "alone")
@@ -152,7 +119,7 @@ def test_two_processes_learn_what_one_learns_on_any_mesh_and_go_on_where_it_stop
     np.testing.assert_allclose(losses(folder / "there"), alone, rtol=1e-5)
 
 
-def test_all_stop_after_the_same_step_and_save_by_one_clock(two):
+def test_processes_stop_after_the_same_step_and_save_by_one_clock(two):
     _, found = two
     for one in found:
         step, name, saved = one["data"]
@@ -162,7 +129,7 @@ def test_all_stop_after_the_same_step_and_save_by_one_clock(two):
     assert found[0]["data"] == found[1]["data"]
 
 
-def test_a_step_that_is_not_finite_is_looked_into_by_all_and_written_down_by_one(two, tmp_path):
+def test_nonfinite_step_is_inspected_by_all_and_reported_by_one(two, tmp_path):
     folder, found = two
     too_fast = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1)
     with pytest.raises(UserError) as alone:
@@ -181,7 +148,7 @@ def test_two_processes_translate_and_evaluate_as_one(two):
     assert [one["lines"] > 5 for one in found] == [True, False]
     commands.train(config, alone)
     np.testing.assert_allclose(losses(run), losses(alone), rtol=1e-5)
-    figures = [json.loads((path / "metrics.jsonl").read_text().splitlines()[-1]) for path in (run, alone)]
+    figures = [rows_of(path, "step")[-1] for path in (run, alone)]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
     assert (run / "samples.jsonl").read_text() == (alone / "samples.jsonl").read_text()
     mine, expected = (json.loads((path / "result.json").read_text()) for path in (run, alone))
@@ -201,24 +168,19 @@ def start_job(workdir, count, config):
         f"from transformer_jax import Config\ndef get_config():\n    return Config.from_json('''{config}''')\n"
     )
     return [
-        start([sys.executable, ROOT / "train.py", recipe, *flags, f"--process-id={index}"], 1) for index in range(count)
+        start_python([ROOT / "train.py", recipe, *flags, f"--process-id={index}"], devices=1) for index in range(count)
     ]
 
 
-def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of_them(corpus, tmp_path):
+def test_killed_process_ends_the_others_and_any_number_of_processes_resumes(corpus, tmp_path):
     """With two processes, of which the second is killed; with four, of which the first is; with one."""
     run, done = tmp_path / "run", 0
     config = config_of(corpus, num_steps=10**6, checkpoint_every=3, validate_every=10**6, checkpoint_seconds=1e9)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid="", test=""))
+    config = changed(config, data={"valid": "", "test": ""})
     for count, victim in ((2, 1), (4, 0)):
         processes = start_job(run, count, config.to_json())
         try:
-            for _ in range(2400):
-                steps = checkpoint_steps(RunDir(run))
-                if max(steps, default=0) > done:
-                    break
-                assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
-                time.sleep(0.05)
+            wait_until(lambda: max(steps_of(run), default=0) > done, processes)  # noqa: B023
             processes[victim].send_signal(signal.SIGKILL)
             ends_by = time.monotonic() + 60
             for index, process in enumerate(processes):
@@ -235,9 +197,9 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
             for process in processes:
                 process.kill()
                 process.communicate()
-        done = max(checkpoint_steps(RunDir(run)))
+        done = max(steps_of(run))
 
-    last = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=done + 3))
+    last = changed(config, training={"num_steps": done + 3})
     commands.train(last, run)
     commands.train(last, tmp_path / "alone")
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-4)
@@ -258,12 +220,12 @@ def test_a_killed_process_ends_the_others_and_the_job_goes_on_with_any_number_of
         (Cluster("localhost:1", 2, -1), "--process-id is -1; with --num-processes 2"),
     ],
 )
-def test_flags_that_do_not_fit(cluster, message):
+def test_invalid_flags_are_rejected(cluster, message):
     with pytest.raises(UserError, match=message):
         initialize(cluster, {})
 
 
-def test_nobody_at_the_coordinators_address():
+def test_unreachable_coordinator_is_reported():
     with pytest.raises(UserError, match=r"not reached within 0.1 s .*Check that process 0 is started there"):
         initialize(Cluster(f"127.0.0.1:{free_port()}", 2, 1), {}, timeout=0.1)
 
@@ -297,7 +259,7 @@ def test_clusters_are_recognized(environment, expected):
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, r"pip install \"jax\[k8s\]\""),
     ],
 )
-def test_a_cluster_that_jax_cannot_read_is_refused_and_may_be_overruled(environment, message, monkeypatch):
+def test_cluster_that_jax_cannot_read_is_rejected_unless_overruled(environment, message, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=message):
         initialize(Cluster(), environment)

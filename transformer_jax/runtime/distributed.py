@@ -255,6 +255,17 @@ def _gather_results(call: Callable[[], object]) -> list[Any]:
     return [json.loads(result) for result, _ in outcomes]
 
 
+def _across_processes(function: Callable[P, T], run: Callable[[Callable[[], T]], T]) -> Callable[P, T]:
+    """Make a function pass its calls to `run` if there are several processes."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        return call() if _process_count() == 1 else run(call)
+
+    return wrapped
+
+
 def collective(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function raise an error in every process if it fails in any process. Every process must call it.
 
@@ -264,43 +275,29 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
         UserError: The function failed in another process, which the message names.
     """
 
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _process_count() == 1:
-            return function(*args, **kwargs)
+    def run(call: Callable[[], T]) -> T:
         results: list[T] = []
-        _gather_results(lambda: results.append(function(*args, **kwargs)))
+        _gather_results(lambda: results.append(call()))
         return results[0]
 
-    return wrapped
+    return _across_processes(function, run)
 
 
 def main_process_first(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 and then in the others, which find the files that it wrote."""
 
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _process_count() == 1:
-            return function(*args, **kwargs)
-        is_main, call = is_main_process(), functools.partial(function, *args, **kwargs)
+    def run(call: Callable[[], T]) -> T:
         results: list[T] = []
-        _gather_results(lambda: results.extend([call()] if is_main else []))
-        _gather_results(lambda: results.extend([] if is_main else [call()]))
+        _gather_results(lambda: results.extend([call()] if is_main_process() else []))
+        _gather_results(lambda: results.extend([] if is_main_process() else [call()]))
         return results[0]
 
-    return wrapped
+    return _across_processes(function, run)
 
 
 def on_main_process(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 only. Every process returns its result, which must be JSON."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _process_count() == 1:
-            return function(*args, **kwargs)
-        return _gather_results(lambda: function(*args, **kwargs) if is_main_process() else None)[0]
-
-    return wrapped
+    return _across_processes(function, lambda call: _gather_results(lambda: call() if is_main_process() else None)[0])
 
 
 def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:

@@ -4,12 +4,17 @@ import ctypes
 import os
 from pathlib import Path
 
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
+"""With these flags XLA uses no operation that sums in any order and no kernel because it was the fastest this time."""
+
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def tune_malloc() -> bool:
-    """Must be called before jax starts its threads. Returns False where the C library is not glibc."""
+    """Keep freed memory in the process. Call it before jax starts threads. Returns False without glibc."""
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
@@ -18,14 +23,10 @@ def tune_malloc() -> bool:
     return all(mallopt(name, value) == 1 for name, value in settings)
 
 
-VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-
-
 def use_compilation_cache() -> None:
-    """Must be called before jax is imported. A folder that the environment names already is left as it is.
+    """Keep compiled code in the user's cache folder, unless the environment names a folder or the user has no home.
 
-    jax takes an entry that it cannot read for missing, with a warning, and an unwritable folder too. A user without a
-    home has no cache.
+    jax treats an unreadable entry as missing, with a warning, and ignores an unwritable folder.
     """
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -34,11 +35,6 @@ def use_compilation_cache() -> None:
     os.environ.setdefault(VARIABLE, str(home / "transformer_jax" / "compiled"))
 
 
-FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
-"""XLA takes no operation whose sums come in any order, and no kernel because it was the fastest this time."""
-
-
 def make_deterministic() -> None:
-    """Must be called before jax is imported."""
-    given = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = " ".join([given, *FLAGS]).strip()
+    """Make XLA choose operations that give the same bits each time on a GPU."""
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()

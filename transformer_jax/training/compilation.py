@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
+from jax.stages import Compiled, Wrapped
+from jaxtyping import PyTree
+
 from transformer_jax.runtime.distributed import main_process_logger
 from transformer_jax.types import Batch
+
+Shapes = tuple[tuple[int, ...] | None, ...]
 
 logger = main_process_logger(__name__)
 
@@ -24,14 +29,14 @@ class CompiledStep:
             occurs, with a warning unless `warmup_batches` is empty.
     """
 
-    def __init__(self, step: Any, state: Any, controls: Any, warmup_batches: Sequence[Batch]) -> None:
+    def __init__(self, step: Wrapped, state: PyTree, controls: PyTree, warmup_batches: Sequence[Batch]) -> None:
         self._step = step
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[Shapes, Compiled] = {}
         self._is_warmed_up = bool(warmup_batches)
         start = time.monotonic()
         # XLA releases Python's lock while it compiles.
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as threads:
-            waiting: dict[Future[Any], Batch] = {
+            waiting: dict[Future[Compiled], Batch] = {
                 threads.submit(step.lower(state, batch, controls).compile): batch for batch in warmup_batches
             }
             for number, future in enumerate(as_completed(waiting), 1):
@@ -42,7 +47,7 @@ class CompiledStep:
                     "compiled %d of %d, %s, after %.1f s", number, len(warmup_batches), _describe_shape(batch), seconds
                 )
 
-    def __call__(self, state: Any, batch: Batch, controls: Any) -> Any:
+    def __call__(self, state: PyTree, batch: Batch, controls: PyTree) -> Any:
         """Run one step."""
         compiled = self._compiled.get(_shapes(batch))
         if compiled is None:
@@ -52,7 +57,7 @@ class CompiledStep:
         return compiled(state, batch, controls)
 
 
-def _shapes(batch: Batch) -> tuple[Any, ...]:
+def _shapes(batch: Batch) -> Shapes:
     return tuple(None if array is None else array.shape for array in batch)
 
 

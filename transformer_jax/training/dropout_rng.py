@@ -10,11 +10,11 @@ The generator is not for cryptography, nor for uses that could exhaust the 2^32 
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
+from jax.typing import ArrayLike
 from jaxtyping import Array, UInt32
 
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: an odd number without a pattern
@@ -30,7 +30,7 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> jnp.uint32(16))
 
 
-def _fold_in(key: UInt32[Array, "2"], data: Any) -> UInt32[Array, "2"]:
+def _fold_in(key: UInt32[Array, "2"], data: ArrayLike) -> UInt32[Array, "2"]:
     """Derive a key per number. For a fixed number the map from key to key is one-to-one."""
     first = _mix(key[0] ^ _mix(jnp.asarray(data).astype(jnp.uint32) + jnp.uint32(_GOLDEN)))
     second = _mix(key[1] + first)

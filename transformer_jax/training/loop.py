@@ -259,14 +259,14 @@ class _Recorder:
                 raise
             if evaluation.metrics:
                 self.validations += (evaluation.metrics,)
-                self.writer.write(step, evaluation.metrics)
-                self.writer.write_samples(step, evaluation.samples)
+                self.writer.write(step, evaluation.metrics, evaluation.samples)
                 logger.info("%s", _describe_evaluation(step, evaluation))
         return evaluation.metrics
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Save a checkpoint, with the figures of its validation, after checking that its state is finite."""
+        """Save a checkpoint, with the figures of its validation, if its state is finite and every row is written."""
         self._fetcher.check()
+        self.writer.check()
         self.checkpoints.save(step, self.state, figures, ValidationHistory(self.validations))
         self._last_saved_step, self._last_save_time = step, time.monotonic()
 
@@ -275,11 +275,15 @@ class _Recorder:
         self._fetcher.check()
         if self._last_saved_step != step:
             self.save(step)
+        self.writer.check()
         on_main_process(self.writer.close)()
 
     def is_save_due(self) -> bool:
-        """Return whether `training.checkpoint_seconds` have passed since the last checkpoint."""
-        return time.monotonic() - self._last_save_time >= self.training.checkpoint_seconds
+        """Return whether `training.checkpoint_seconds` have passed since the last checkpoint, or a row failed."""
+        return (
+            self.writer.failure is not None
+            or time.monotonic() - self._last_save_time >= self.training.checkpoint_seconds
+        )
 
     def should_stop_early(self) -> bool:
         """Return whether validations have stopped improving."""

@@ -101,7 +101,8 @@ class MetricsFetcher:
 class MetricsWriter:
     """Append to `metrics.jsonl` and `samples.jsonl`, and write the same numbers for TensorBoard, in process 0.
 
-    Every process calls every method but `close` in the same order, so an error ends them all.
+    A row that cannot be written, for example because the disk is full, is the last one: `check` raises the error in
+    every process, so the processes agree after each checkpoint and not after each row.
 
     Args:
         run: The run's folder.
@@ -110,6 +111,7 @@ class MetricsWriter:
     """
 
     def __init__(self, run: RunDir, step: int, *, drop_validation: bool = False) -> None:
+        self.failure: UserError | None = None
         self._files = ExitStack()
         self._open(run, step, drop_validation)
 
@@ -123,21 +125,23 @@ class MetricsWriter:
         for file in (self._metrics, self._samples, self._board):
             self._files.callback(_close, file)
 
-    @on_main_process
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one row of numbers.
+    def write(self, step: int, values: Mapping[str, float], samples: Sequence[Mapping[str, str]] = ()) -> None:
+        """Write one row of numbers, and one row per sample translation."""
+        if not is_main_process() or self.failure is not None:
+            return
+        try:
+            _append(self._metrics, {"step": step, **values})
+            self._board.write(step, values)
+            for sample in samples:
+                _append(self._samples, {"step": step, **sample})
+        except UserError as error:
+            self.failure = error
 
-        Raises:
-            UserError: The row cannot be written, for example because the disk is full.
-        """
-        _append(self._metrics, {"step": step, **values})
-        self._board.write(step, values)
-
     @on_main_process
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Write one row per sample translation, as `write` does."""
-        for sample in samples:
-            _append(self._samples, {"step": step, **sample})
+    def check(self) -> None:
+        """Raise the error of an earlier row. Every process calls this method."""
+        if self.failure is not None:
+            raise self.failure
 
     def close(self) -> None:
         """Close every file, even if another one cannot be closed. Calling it again does nothing."""
