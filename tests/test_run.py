@@ -1,6 +1,5 @@
 """The commands as functions: train, resume, finish, lengthen, fine-tune, evaluate, average. One tiny run serves all."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny_training import changed, lessons, losses, rows_of
 
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, write_checkpoint_manifest
@@ -16,12 +16,9 @@ from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.runtime.files import read_json_lines
 from transformer_jax.testing import log_lines, tiny_config, write_tiny_corpus
 from transformer_jax.types import UserError
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def params_of(run: Path, step: int):
@@ -29,18 +26,17 @@ def params_of(run: Path, step: int):
     return load_params(folder.checkpoints / str(step), abstract_params(folder.load_config().model))
 
 
-def test_a_run_holds_all_that_later_commands_need(tiny):
+def test_run_folder_holds_what_later_commands_need(tiny):
     run = RunDir(tiny.run)
     assert run.load_config() == tiny_config(tiny.corpus)
     assert run.tokenizer.joinpath("joint.json").is_file()
     assert checkpoint_steps(run) == [2, 4]
-    training = [row for row in rows_of(run.metrics) if "loss" in row]
-    validation = [row for row in rows_of(run.metrics) if "loss" not in row]
-    assert [row["step"] for row in training] == [1, 2, 3, 4]
-    assert all({"learning_rate", "tokens_per_second"} <= row.keys() for row in training)
-    assert [row["step"] for row in validation] == [4]
-    assert {"valid_loss", "valid_perplexity", "valid_bleu"} <= validation[0].keys()
-    assert {"source", "reference", "translation"} <= rows_of(run.samples)[0].keys()
+    assert all({"learning_rate", "tokens_per_second"} <= row.keys() for row in rows_of(tiny.run))
+    assert len(losses(tiny.run)) == 4
+    (validation,) = rows_of(tiny.run, "valid_loss")
+    assert validation["step"] == 4
+    assert {"valid_loss", "valid_perplexity", "valid_bleu"} <= validation.keys()
+    assert {"source", "reference", "translation"} <= read_json_lines(run.samples)[0].keys()
 
 
 def test_the_result_is_written_and_translations_are_logged(tiny):
@@ -54,17 +50,15 @@ def test_the_result_is_written_and_translations_are_logged(tiny):
 
 def test_training_on_packed_batches(tiny, tmp_path):
     """The log states the padding, one shape is compiled, and the model learns."""
-    data = dataclasses.replace(tiny.config.data, batching="packed", packed_length=100, valid="", test="")
-    config = dataclasses.replace(tiny.config, data=data)
+    config = changed(tiny.config, data={"batching": "packed", "packed_length": 100, "valid": "", "test": ""})
     with log_lines() as lines:
         commands.train(config, tmp_path / "run")
     assert any("in 1 shape(s)" in line for line in lines)
-    losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl")]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] - 0.3
+    first, _, _, last = losses(tmp_path / "run")
+    assert last < first - 0.3
 
 
-def test_training_a_finished_run_returns_its_result_without_a_step(tiny):
+def test_finished_run_returns_its_result_without_a_step(tiny):
     before = RunDir(tiny.run).metrics.read_bytes()
     with log_lines() as lines:
         outcome = commands.train(tiny.config, tiny.run)
@@ -74,7 +68,7 @@ def test_training_a_finished_run_returns_its_result_without_a_step(tiny):
     assert RunDir(tiny.run).metrics.read_bytes() == before
 
 
-def test_a_run_cut_short_goes_on_to_the_same_end_bit_for_bit(tiny, tmp_path):
+def test_resumed_run_is_bit_identical(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     shutil.rmtree(run / "checkpoints" / "4")
     (run / "result.json").write_text('{"stale": true}')
@@ -83,33 +77,25 @@ def test_a_run_cut_short_goes_on_to_the_same_end_bit_for_bit(tiny, tmp_path):
     assert outcome.step == 4
     assert f"resuming {run} at step 2" in lines
     jax.tree.map(np.testing.assert_array_equal, params_of(run, 4), params_of(tiny.run, 4))
-    assert [row["step"] for row in rows_of(run / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+    assert len(losses(run)) == 4
     assert json.loads((run / "result.json").read_text())["num_sentences"] == 12
 
 
-@pytest.fixture(scope="module")
-def escapes(tmp_path_factory):
-    """A run on a corpus with terminal escape sequences: its log, its folder and its corpus."""
-    folder = tmp_path_factory.mktemp("escapes")
-    write_tiny_corpus(folder / "corpus")
-    for path in (folder / "corpus").iterdir():
+def test_escape_sequences_of_a_corpus_are_not_printed(tmp_path):
+    write_tiny_corpus(tmp_path / "corpus")
+    for path in (tmp_path / "corpus").iterdir():
         path.write_text("".join(f"\x1b[31m {line}" for line in path.read_text().splitlines(keepends=True)))
     with log_lines() as lines:
-        commands.train(tiny_config(folder / "corpus", num_steps=2, validate_every=1), folder / "run")
-    return lines, folder
-
-
-def test_a_corpus_cannot_send_escape_sequences_to_the_terminal(escapes):
-    lines, folder = escapes
+        commands.train(tiny_config(tmp_path / "corpus", num_steps=2, validate_every=1), tmp_path / "run")
     text = "\n".join(lines)
     assert "\x1b" not in text
     assert "    source      \\x1b[31m" in text, "the samples of a validation"
     assert any(line.startswith("    \\x1b[31m") and "  ->  " in line for line in lines), "the samples of the test"
-    assert "\x1b" in json.loads((folder / "run" / "samples.jsonl").read_text().splitlines()[0])["source"]
+    assert "\x1b" in read_json_lines(tmp_path / "run" / "samples.jsonl")[0]["source"]
 
 
 @pytest.mark.parametrize("rows_before", ["new", "replaced"])
-def test_a_finished_run_with_a_pending_validation_repeats_it(rows_before, tiny, tmp_path):
+def test_finished_run_repeats_a_pending_validation(rows_before, tiny, tmp_path):
     """A validation after the last step that was interrupted is made when the command is run again.
 
     A kill after its rows were written, before the checkpoint was replaced, leaves rows that are replaced.
@@ -119,86 +105,72 @@ def test_a_finished_run_with_a_pending_validation_repeats_it(rows_before, tiny, 
     history.write_text('{"figures": [], "is_pending": true}')
     (run.checkpoints / "4" / "metrics" / "metrics").write_text("{}")
     write_checkpoint_manifest(run.checkpoints / "4")
-    kept = [row for row in rows_of(run.metrics) if "loss" in row]
-    rows = {"replaced": rows_of(run.metrics), "new": kept}[rows_before]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if rows_before == "new":
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows_of(run.path)))
         run.samples.write_text("")
     outcome = commands.train(tiny.config, run.path)
     assert outcome.step == 4
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        steady = [
-            [{k: v for k, v in row.items() if k != "tokens_per_second"} for row in rows_of(folder / name)]
-            for folder in (run.path, tiny.run)
-        ]
-        assert steady[0] == steady[1]
+    assert lessons(run.path, "step") == lessons(tiny.run, "step")
+    assert run.samples.read_text() == RunDir(tiny.run).samples.read_text()
     figures = [json.loads((path / "checkpoints/4/metrics/metrics").read_text()) for path in (run.path, tiny.run)]
     assert figures[0] == figures[1]
 
 
-def test_while_a_run_is_lengthened_its_old_result_is_gone(tiny, tmp_path, monkeypatch):
+def test_extending_a_run_removes_its_result(tiny, tmp_path, monkeypatch):
     run = tiny.copy(tmp_path / "run")
 
     def killed(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "fit", killed)
-    longer = dataclasses.replace(tiny.config, training=dataclasses.replace(tiny.config.training, num_steps=6))
     with pytest.raises(KeyboardInterrupt):
-        commands.train(longer, run)
+        commands.train(changed(tiny.config, training={"num_steps": 6}), run)
     assert not (run / "result.json").exists()
 
 
-def test_another_configuration_is_refused_with_both_values(tiny):
-    other = dataclasses.replace(tiny.config, model=dataclasses.replace(tiny.config.model, d_ff=64))
+def test_another_configuration_is_rejected_with_both_values(tiny):
     with pytest.raises(UserError, match=r"model\.d_ff 32 -> 64"):
-        commands.train(other, tiny.run)
+        commands.train(changed(tiny.config, model={"d_ff": 64}), tiny.run)
     assert tiny.config.model.d_ff == 32
 
 
-def test_a_start_that_failed_binds_nobody(tiny, tmp_path):
-    run, config = tmp_path / "run", tiny.config
-    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, directory=str(tmp_path / "nowhere")))
-    with pytest.raises(UserError, match="nowhere"):
-        commands.train(wrong, run)
-    wrong = dataclasses.replace(config, training=dataclasses.replace(config.training, init_from=str(tmp_path / "gone")))
-    with pytest.raises(UserError, match=r"gone is not a run: it has no config\.json"):
-        commands.train(wrong, run)
-    wrong = dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=1, max_length_ratio=1.0))
-    with pytest.raises(UserError, match="max_length"):
-        commands.train(wrong, run)
-    RunDir(run).open_for_training(config, is_bound=False)
-    assert RunDir(run).load_config() == config
+def test_failed_start_does_not_fix_the_configuration(tiny, tmp_path):
+    run = tmp_path / "run"
+    for fields, message in (
+        ({"data": {"directory": str(tmp_path / "nowhere")}}, "nowhere"),
+        ({"training": {"init_from": str(tmp_path / "gone")}}, r"gone is not a run: it has no config\.json"),
+        ({"data": {"max_length": 1, "max_length_ratio": 1.0}}, "max_length"),
+    ):
+        with pytest.raises(UserError, match=message):
+            commands.train(changed(tiny.config, **fields), run)
+    RunDir(run).open_for_training(tiny.config, is_bound=False)
+    assert RunDir(run).load_config() == tiny.config
 
 
-def test_init_from_another_function_is_refused(tiny, tmp_path):
-    model = dataclasses.replace(tiny.config.model, norm_position="pre")
-    training = dataclasses.replace(tiny.config.training, init_from=str(tiny.run))
+def test_init_from_another_function_is_rejected(tiny, tmp_path):
+    config = changed(tiny.config, model={"norm_position": "pre"}, training={"init_from": str(tiny.run)})
     with pytest.raises(UserError, match="norm_position is 'post' there and 'pre' here"):
-        commands.train(dataclasses.replace(tiny.config, model=model, training=training), tmp_path / "run")
+        commands.train(config, tmp_path / "run")
 
 
-def test_other_training_text_is_refused_on_resumption(tiny, tmp_path):
+def test_other_training_text_is_rejected_when_resuming(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     shutil.copytree(tiny.corpus, tmp_path / "corpus")
     first = tmp_path / "corpus" / "train.en"
     first.write_text(first.read_text().replace("dog", "cat"))
-    data = dataclasses.replace(tiny.config.data, directory=str(tmp_path / "corpus"))
-    training = dataclasses.replace(tiny.config.training, num_steps=6)
-    config = dataclasses.replace(tiny.config, data=data, training=training)
+    config = changed(tiny.config, data={"directory": str(tmp_path / "corpus")}, training={"num_steps": 6})
     RunDir(run).write("config.json", config.to_json())
     with pytest.raises(UserError, match=r"train\.en and .* not the sentence pairs that .* up to step 4"):
         commands.train(config, run)
 
 
-def test_fewer_steps_than_done_are_refused(tiny):
-    training = dataclasses.replace(tiny.config.training, num_steps=1)
+def test_fewer_steps_than_done_are_rejected(tiny):
     with pytest.raises(UserError, match=r"training.num_steps=1, but .* has done \d+ steps"):
-        commands.train(dataclasses.replace(tiny.config, training=training), tiny.run)
+        commands.train(changed(tiny.config, training={"num_steps": 1}), tiny.run)
     assert tiny.config.training.num_steps == 4, "the rejected command did not change the run"
 
 
-def test_a_folder_of_something_else_stays_as_it_is(tiny, tmp_path):
+def test_folder_of_something_else_is_not_changed(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["MarianMTModel"]}')
     with pytest.raises(UserError, match="unknown field architectures"):
         commands.train(tiny.config, tmp_path)
@@ -214,7 +186,7 @@ def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_
     config = tiny_config(
         tmp_path / "corpus", num_steps=1, init_from=str(tiny.run), peak_learning_rate=1e-12, valid_sentences=0
     )
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, valid="", test=""))
+    config = changed(config, data={"valid": "", "test": ""})
     outcome = commands.train(config, tmp_path / "run")
     assert outcome.step == int(outcome.state.step) == 1
     assert (tmp_path / "run/tokenizer/joint.json").read_text() == (tiny.run / "tokenizer/joint.json").read_text()
@@ -246,8 +218,7 @@ def test_evaluate_scores_a_split_or_given_pairs(tiny):
 
 def test_evaluate_without_such_a_split(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
-    config = dataclasses.replace(tiny.config, data=dataclasses.replace(tiny.config.data, test=""))
-    RunDir(run).write("config.json", config.to_json())
+    RunDir(run).write("config.json", changed(tiny.config, data={"test": ""}).to_json())
     with pytest.raises(UserError, match=r"data\.test is empty"):
         score_commands.evaluate(run)
 

@@ -1,4 +1,4 @@
-"""Where compiled code is kept, and that a damaged entry costs no more than a compilation."""
+"""The compilation cache and `--deterministic`, which are set before jax is imported."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def no_variable(monkeypatch):
     monkeypatch.delenv(VARIABLE)
 
 
-def test_the_folder_is_in_the_users_cache_unless_the_environment_names_one(no_variable, monkeypatch, tmp_path):
+def test_cache_is_in_the_users_cache_unless_the_environment_names_a_folder(no_variable, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compilation_cache()
     assert os.environ[VARIABLE] == str(tmp_path / "transformer_jax" / "compiled")
@@ -36,7 +36,7 @@ def test_the_folder_is_in_the_users_cache_unless_the_environment_names_one(no_va
     assert os.environ[VARIABLE] == "elsewhere"
 
 
-def test_without_a_home_there_is_none(no_variable, monkeypatch):
+def test_user_without_a_home_has_no_cache(no_variable, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
@@ -47,30 +47,25 @@ def test_without_a_home_there_is_none(no_variable, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "is_set"), [([], True), (["--no-compilation-cache"], False)])
-def test_the_command_line_has_it_on(no_variable, flags, is_set, capsys):
+def test_command_line_uses_the_cache_by_default(no_variable, flags, is_set, capsys):
     assert cli.main(["--help", *flags]) == 0
     assert (VARIABLE in os.environ) == is_set
 
 
-def test_jax_is_not_imported_before_the_cache_is_chosen():
+def test_jax_is_not_imported_before_the_cache_is_set():
     """It reads the variable once, when it is imported."""
     program = "import sys; from transformer_jax import cli; print('jax' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
-    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 
 
-def test_a_second_process_finds_what_the_first_compiled_and_a_torn_entry_is_compiled_again(tmp_path):
+def test_second_process_reads_the_cache_and_compiles_a_truncated_entry_again(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def run():
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        value, hits = done.stdout.split()
+        found = subprocess.check_output([sys.executable, "-c", PROGRAM], env=environment, text=True, timeout=120)
+        value, hits = found.split()
         return value, int(hits)
 
     value, hits = run()
@@ -83,3 +78,11 @@ def test_a_second_process_finds_what_the_first_compiled_and_a_torn_entry_is_comp
     for path in entries:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert run() == (value, 0)
+
+
+def test_deterministic_sets_xla_flags_before_jax_is_imported(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
+    assert cli.main(["--help"]) == 0
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to="
+    assert cli.main(["--help", "--deterministic"]) == 0
+    assert os.environ["XLA_FLAGS"] == "--xla_dump_to= --xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"

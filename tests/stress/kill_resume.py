@@ -25,20 +25,15 @@ from killed_run import PHASES
 ROOT = Path(__file__).resolve().parents[2]
 
 NUM_STEPS = 12
-FLAGS = {
-    "model": {"vocab-size": 300, "d-model": 16, "num-layers": 1, "num-heads": 2, "d-ff": 32, "attention-dropout": 0.1},
+ARGUMENTS = [
+    *("--model.vocab-size=300", "--model.d-model=16", "--model.num-layers=1", "--model.num-heads=2", "--model.d-ff=32"),
+    *("--model.attention-dropout=0.1", "--data.synthetic-valid-size=10", "--data.synthetic-test-size=10"),
+    *("--training.log-every=1", "--decoding.beam-size=1", "--decoding.max-length-offset=2"),
     # A few batches an epoch, so that kills fall into several of them and between them.
-    "data": {
-        "synthetic-train-size": 200,
-        "synthetic-valid-size": 10,
-        "synthetic-test-size": 10,
-        "batch-tokens": 1000,
-        "max-shapes": 2,
-    },
-    "training": {"log-every": 1, "validate-every": 5, "valid-sentences": 4, "num-samples": 1, "checkpoint-every": 2},
-    "decoding": {"beam-size": 1, "max-length-offset": 2},
-}
-ARGUMENTS = [f"--{section}.{name}={value}" for section, fields in FLAGS.items() for name, value in fields.items()]
+    *("--data.synthetic-train-size=200", "--data.batch-tokens=1000", "--data.max-shapes=2"),
+    *("--training.validate-every=5", "--training.valid-sentences=4", "--training.num-samples=1"),
+    *("--training.checkpoint-every=2", f"--training.num-steps={NUM_STEPS}"),
+]
 TIMEOUT = 300
 XLA_FLAGS = "--xla_backend_optimization_level=0"
 # How often a phase is entered in a whole run: where to aim.
@@ -55,7 +50,7 @@ def start(workdir, cache, record="-", phase="none", count=0, fraction=0.0):
     }
     killed_run = [sys.executable, str(Path(__file__).with_name("killed_run.py"))]
     aim = [str(record), phase, str(count), str(fraction)]
-    command = ["train", f"--workdir={workdir}", f"--training.num-steps={NUM_STEPS}", *ARGUMENTS]
+    command = ["train", f"--workdir={workdir}", *ARGUMENTS]
     return subprocess.run(
         [*killed_run, *aim, *command], env=environment, capture_output=True, text=True, timeout=TIMEOUT
     )

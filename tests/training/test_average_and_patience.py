@@ -9,25 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_training import MODEL, make_config, train
+from tiny_training import lessons, make_config, params_at, python_interrupt_handler, steps_of, train
 
-from transformer_jax.checkpoint.checkpoint import (
-    checkpoint_steps,
-    load_params,
-    resolve_checkpoint,
-    write_checkpoint_manifest,
-)
+from transformer_jax.checkpoint.checkpoint import resolve_checkpoint, write_checkpoint_manifest
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import TrainingConfig
-from transformer_jax.model.transformer import abstract_params
-from transformer_jax.testing import assert_trees_identical, log_lines
+from transformer_jax.testing import assert_trees_identical
 from transformer_jax.training.loop import should_stop_early
 from transformer_jax.training.metrics import Evaluation
 from transformer_jax.training.optimizer import eval_params, make_optimizer, update_count
 from transformer_jax.training.sharding import make_mesh, tree_shardings
 
 
-def test_the_average_is_its_definition_and_changes_no_update():
+def test_ema_is_its_definition_and_changes_no_update():
     rng = np.random.default_rng(0)
     config = TrainingConfig(schedule="constant", warmup_steps=1, peak_learning_rate=0.1, clip_norm=1.0)
     plain, averaged = (make_optimizer(c, 16) for c in (config, TrainingConfig(**(vars(config) | {"ema_decay": 0.5}))))
@@ -45,7 +39,7 @@ def test_the_average_is_its_definition_and_changes_no_update():
         assert [int(update_count(state)) for state in states] == [t, t]
 
 
-def test_validations_and_checkpoints_have_the_average_and_the_run_learns_the_same(tmp_path):
+def test_validations_and_checkpoints_use_the_average_and_training_does_not(tmp_path):
     seen = []
 
     def evaluate(params, step):
@@ -60,56 +54,46 @@ def test_validations_and_checkpoints_have_the_average_and_the_run_learns_the_sam
     assert_trees_identical(seen[-1], eval_params(state))
     assert np.abs(seen[-1]["embedding"]["table"] - state.params["embedding"]["table"]).max() > 1e-3
     for step, params in zip((2, 4), seen, strict=True):
-        assert_trees_identical(
-            load_params(tmp_path / "run" / "checkpoints" / str(step), abstract_params(MODEL)), params
-        )
+        assert_trees_identical(params_at(tmp_path / "run", step), params)
     # An average lies where its parameter lies.
     mesh = make_mesh(2, 2, 2)
     shardings = tree_shardings(state, mesh)
     assert shardings.opt_state.ema == shardings.params
 
 
-def losses_of(values):
-    """Validations that find these, one after the other."""
-    left = iter(values)
+PATIENT = {"validate_every": 1, "patience": 2}
+VALID_LOSSES = (3.0, 2.0, 2.5, 2.0, 1.0)  # to be no worse is not to be better: training stops after the fourth
+
+
+def reported(step_from_1):
+    """Validations that report VALID_LOSSES from a step on."""
+    left = iter(VALID_LOSSES[step_from_1 - 1 :])
     return lambda params, step: Evaluation({"valid_loss": next(left)})
 
 
-def test_training_ends_when_validations_got_no_better_and_so_does_a_resumed_one(tmp_path):
-    config = make_config(num_steps=9, validate_every=1, patience=2)
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]  # to be no worse is not to be better
-    outcome = train(tmp_path / "run", config, evaluate=losses_of(values))
+def test_run_without_improvement_stops_early_and_stays_stopped(tmp_path):
+    config = make_config(num_steps=9, **PATIENT)
+    outcome = train(tmp_path / "run", config, evaluate=reported(1))
     assert (outcome.step, outcome.stopped_early, outcome.interrupted_by) == (4, True, None)
     again = train(tmp_path / "run", config, batches=lambda position: iter(()))
     assert (again.step, again.stopped_early) == (4, True)
     assert_trees_identical(again.state, outcome.state)
 
-    train(tmp_path / "cut", make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
-    resumed = train(tmp_path / "cut", config, evaluate=losses_of(values[3:]))
-    assert (resumed.step, resumed.stopped_early) == (4, True)
 
-
-def test_early_stopping_does_not_depend_on_the_metrics_file(tmp_path):
-    """Deleting `metrics.jsonl`, a log, changes neither when a resumed run stops nor what it ends with."""
-    config = make_config(num_steps=9, validate_every=1, patience=2)
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]
-    train(tmp_path / "run", make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    resumed = train(tmp_path / "run", config, evaluate=losses_of(values[3:]))
-    assert (resumed.step, resumed.stopped_early) == (4, True)
-
-
-def test_a_checkpoint_without_validation_history_falls_back_to_the_metrics_file(tmp_path):
-    config = make_config(num_steps=9, validate_every=1, patience=2)
-    values = [3.0, 2.0, 2.5, 2.0, 1.0]
+@pytest.mark.parametrize("missing", ["nothing", "metrics.jsonl", "validations"])
+def test_resumed_run_stops_early_where_an_uninterrupted_one_does(missing, tmp_path):
+    """Early stopping does not depend on the log; a checkpoint of an earlier version takes the validations from it."""
     run = tmp_path / "run"
-    train(run, make_config(num_steps=3, validate_every=1, patience=2), evaluate=losses_of(values))
-    for history in run.glob("checkpoints/*/validations"):  # as checkpoints were before they had one
-        shutil.rmtree(history)
-        write_checkpoint_manifest(history.parent)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "valid_loss": 0.5}\n{"step": 5, "val')  # after the checkpoint
-    resumed = train(run, config, evaluate=losses_of(values[3:]))
+    train(run, make_config(num_steps=3, **PATIENT), evaluate=reported(1))
+    if missing == "metrics.jsonl":
+        (run / missing).unlink()
+    if missing == "validations":
+        for history in run.glob("checkpoints/*/validations"):
+            shutil.rmtree(history)
+            write_checkpoint_manifest(history.parent)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "valid_loss": 0.5}\n{"step": 5, "val')  # after the checkpoint
+    resumed = train(run, make_config(num_steps=9, **PATIENT), evaluate=reported(4))
     assert (resumed.step, resumed.stopped_early) == (4, True)
 
 
@@ -126,22 +110,14 @@ def test_only_a_strictly_better_validation_counts_as_an_improvement():
 
 def figures_of(folder):
     """Return the rows of the logs without how fast they were made, and the validations of the checkpoints."""
-    rows = [[json.loads(line) for line in (folder / name).read_text().splitlines()] for name in LOGS]
-    rows[0] = [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows[0]]
-    steps = checkpoint_steps(RunDir(folder))
-    files = [folder / "checkpoints" / str(step) / "metrics" / "metrics" for step in steps]
-    return *rows, steps, [json.loads(file.read_text()) for file in files]
-
-
-LOGS = ("metrics.jsonl", "samples.jsonl")
+    files = [folder / "checkpoints" / str(step) / "metrics" / "metrics" for step in steps_of(folder)]
+    best = resolve_checkpoint(RunDir(folder), "best").name
+    samples = (folder / "samples.jsonl").read_text()
+    return lessons(folder, "step"), samples, steps_of(folder), [json.loads(file.read_text()) for file in files], best
 
 
 @pytest.mark.parametrize("step", [2, 4])
-def test_two_interrupts_during_a_validation_change_nothing_after_resuming(step, tmp_path, request):
-    # A job that a shell started in the background does not have Python's own handler.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-
+def test_two_interrupts_during_a_validation_change_nothing_after_resuming(step, tmp_path):
     def evaluate(params, now):
         loss = float(jax.device_get(jnp.sum(params["embedding"]["table"])))
         return Evaluation({"valid_loss": loss}, [{"source": "a", "reference": "b", "translation": str(now)}])
@@ -154,23 +130,8 @@ def test_two_interrupts_during_a_validation_change_nothing_after_resuming(step, 
 
     config = make_config(validate_every=2)
     train(tmp_path / "whole", config, evaluate=evaluate)
-    with pytest.raises(KeyboardInterrupt):
+    with python_interrupt_handler(), pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", config, evaluate=interrupted)
-    assert checkpoint_steps(RunDir(tmp_path / "run"))[-1] == step, "the steps before the validation are saved"
+    assert steps_of(tmp_path / "run")[-1] == step, "the steps before the validation are saved"
     train(tmp_path / "run", config, evaluate=evaluate)
     assert figures_of(tmp_path / "run") == figures_of(tmp_path / "whole")
-    assert resolve_checkpoint(RunDir(tmp_path / "run"), "best").name == (
-        resolve_checkpoint(RunDir(tmp_path / "whole"), "best").name
-    )
-
-
-def test_samples_cannot_control_the_terminal(tmp_path):
-    def evaluate(params, step):
-        return Evaluation({"valid_loss": 1.0}, [{"source": "\x1b[31mred\x07", "reference": "r", "translation": "t"}])
-
-    with log_lines() as lines:
-        train(tmp_path / "run", make_config(num_steps=1), evaluate=evaluate)
-    shown = "\n".join(lines)
-    assert "\\x1b[31mred\\x07" in shown
-    assert "\x1b" not in shown
-    assert json.loads((tmp_path / "run" / "samples.jsonl").read_text())["source"] == "\x1b[31mred\x07"

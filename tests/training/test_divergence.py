@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_training import MODEL, batches_from, make_config, train
+from tiny_training import MODEL, batches_from, make_config, params_at, steps_of, train
 
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.model.transformer import Transformer, abstract_params
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.testing import assert_trees_identical, log_lines, random_batch
 from transformer_jax.training import divergence
 from transformer_jax.training.divergence import MAX_IN_A_ROW, locate_nonfinite
@@ -30,10 +29,14 @@ def strict_rows(text):
     return [json.loads(line, parse_constant=pytest.fail) for line in text.removesuffix("\n").split("\n")]
 
 
+def initial_params(config):
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(Transformer(config).init)(jax.random.key(0), tokens, tokens)["params"]
+
+
 @pytest.fixture(scope="module")
 def params():
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return jax.jit(Transformer(MODEL).init)(jax.random.key(0), tokens, tokens)["params"]
+    return initial_params(MODEL)
 
 
 def changed(params, path, value):
@@ -51,7 +54,7 @@ def changed(params, path, value):
         ("decoder/layer_0/cross_attention/output/kernel", 1e38, "the output of decoder/layer_0/cross_attention"),
     ],
 )
-def test_the_first_bad_layer_in_the_order_of_the_forward_pass(params, path, value, first):
+def test_report_names_the_first_nonfinite_layer_of_the_forward_pass(params, path, value, first):
     found = locate_nonfinite(
         make_config(), changed(params, path, value), random_batch(0), dropout_rng(0), 1, PAPER_LOSS
     )
@@ -63,13 +66,12 @@ def test_the_first_bad_layer_in_the_order_of_the_forward_pass(params, path, valu
     assert found["outputs"].index(after) > 0
 
 
-def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
+def test_report_names_an_overflowing_gradient_or_sum():
     """Logits of zero from the largest weights: the loss is log 16, its gradient is not finite where they are read."""
     config = dataclasses.replace(
         make_config(label_smoothing=0.0), model=dataclasses.replace(MODEL, tie_embeddings="none")
     )
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    params = jax.jit(Transformer(config.model).init)(jax.random.key(0), tokens, tokens)["params"]
+    params = initial_params(config.model)
     norm = "decoder/layer_0/feed_forward_norm/"
     params = changed(changed(params, norm + "scale", 0.0), norm + "bias", 1.0)
     signs = np.array([1.0, -1.0] * 8, np.float32)  # orthogonal to the bias, at every position
@@ -84,7 +86,7 @@ def test_a_gradient_that_overflows_on_the_way_back_and_a_norm_that_does():
         assert found["parameters"] == found["outputs"] == []
 
 
-def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
+def test_nonfinite_gradient_with_a_finite_loss_changes_nothing():
     """Finite logits that differ by more than float32 holds in a square: the norm of the gradient overflows."""
     model, optimizer = Transformer(MODEL), make_optimizer(make_config().training, MODEL.d_model)
     state = init_state(model, optimizer, init_rng(0))
@@ -104,7 +106,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not_changes_nothing():
     assert new.step == 1
 
 
-def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypatch):
+def test_gradients_are_listed_in_the_order_of_the_backward_pass(params, monkeypatch):
     calls = ["embedding", LAYER + "self_attention", LAYER + "feed_forward", "decoder/layer_0/feed_forward_norm"]
     flags = {f"{number:06d} {name}": True for number, name in enumerate(calls)}
     largest = jax.tree.map(lambda leaf: np.float32(np.inf), params)
@@ -117,7 +119,7 @@ def test_gradients_are_named_in_the_order_of_the_backward_pass(params, monkeypat
     assert len(found["gradients"]) == len(jax.tree.leaves(params))
 
 
-def test_parts_of_a_batch_are_looked_at_one_by_one(params):
+def test_microbatches_are_inspected_in_turn(params):
     batch = random_batch(0, rows=16)
     batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
     found = locate_nonfinite(make_config(accumulate=2), params, batch, dropout_rng(0), 1, PAPER_LOSS)
@@ -140,7 +142,7 @@ def poisoned_from(*steps):
     return batches
 
 
-def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path, monkeypatch):
+def test_stopped_run_reports_layer_and_sentences_of_the_step(tmp_path, monkeypatch):
     looked_into = []
 
     def look(config, params, batch, dropout_rng, step, loss):
@@ -159,17 +161,17 @@ def test_a_run_that_stops_writes_layer_and_sentences_of_the_step_itself(tmp_path
     # Step 3 was under way by then, and has changed nothing: the parameters are those that step 2 met.
     ((step, params, batch),) = looked_into
     assert step == 2
-    assert_trees_identical(params, load_params(folder / "checkpoints" / "1", abstract_params(MODEL)))
+    assert_trees_identical(params, params_at(folder, 1))
     assert_trees_identical(batch, random_batch(1))
 
 
-def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch):
+def test_skipped_step_changes_only_the_step_count(tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "locate_nonfinite", lambda *_: {"first": "the output of embedding"})
     config = make_config(on_divergence="skip", checkpoint_every=1)
     outcome = train(tmp_path / "run", config, batches=poisoned_from(3), describe=sentences)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
-    assert checkpoint_steps(RunDir(tmp_path / "run")) == [1, 2, 3, 4]
-    after = [load_params(tmp_path / "run" / "checkpoints" / step, abstract_params(MODEL)) for step in "23"]
+    assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
+    after = [params_at(tmp_path / "run", step) for step in (2, 3)]
     assert_trees_identical(*after)
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -185,11 +187,7 @@ def test_a_skipped_step_leaves_all_but_the_step_as_it_was(tmp_path, monkeypatch)
 
     # Cut short behind the skipped step, and gone on with, it is the same run.
     cut = tmp_path / "cut"
-    train(
-        cut,
-        dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=3)),
-        batches=poisoned_from(3),
-    )
+    train(cut, make_config(on_divergence="skip", checkpoint_every=1, num_steps=3), batches=poisoned_from(3))
     assert_trees_identical(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
 
 
@@ -208,7 +206,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run(tmp_path, monkeypatch):
     assert len(list((tmp_path / "run").glob("diverged-*.json"))) == divergence.MAX_REPORTS + 1
 
 
-def test_a_search_that_fails_hides_nothing(tmp_path, monkeypatch):
+def test_failing_search_still_reports_the_step(tmp_path, monkeypatch):
     def fails(*_):
         raise MemoryError("no room")
 

@@ -1,5 +1,6 @@
 """`fit`: resuming, saving, stopping, and what is written on the way."""
 
+import itertools
 import json
 import math
 import os
@@ -12,11 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_training import MODEL, batches_from, make_config, train
+from tiny_training import (
+    MODEL,
+    batches_from,
+    lessons,
+    losses,
+    make_config,
+    params_at,
+    python_interrupt_handler,
+    rows_of,
+    steps_of,
+    train,
+)
 
-from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params, resolve_checkpoint
+from transformer_jax.checkpoint.checkpoint import resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
-from transformer_jax.model.transformer import Transformer, abstract_params
+from transformer_jax.model.transformer import Transformer
 from transformer_jax.testing import assert_trees_close, assert_trees_identical, log_lines, one_device_mesh, random_batch
 from transformer_jax.training import loop, metrics
 from transformer_jax.training.metrics import Evaluation
@@ -26,33 +38,17 @@ from transformer_jax.training.step import init_rng, init_state, train_step
 from transformer_jax.types import UserError
 
 
-def rows_of(folder, kind="loss"):
-    """The rows of `metrics.jsonl` that have this key."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if kind in row]
-
-
-def lessons(folder):
-    """What was learned at each step, without how fast."""
-    names = ("step", "loss", "learning_rate", "grad_norm")
-    return [tuple(row[name] for name in names) for row in rows_of(folder)]
-
-
-def steps_of(folder):
-    return checkpoint_steps(RunDir(folder))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Four steps in one go, a checkpoint at each, and the state after them."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     outcome = train(folder, make_config(checkpoint_every=1))
-    assert outcome.step == 4
-    assert outcome.interrupted_by is None
+    assert (outcome.step, outcome.interrupted_by) == (4, None)
+    assert len(rows_of(folder, "step")) == 4, "a validation without figures writes nothing"
     return folder, outcome.state
 
 
-def test_four_steps_are_two_and_two_more_bit_for_bit(whole, tmp_path):
+def test_resumed_run_is_bit_identical(whole, tmp_path):
     positions = []
 
     def batches(position):
@@ -71,21 +67,21 @@ def test_four_steps_are_two_and_two_more_bit_for_bit(whole, tmp_path):
     # A checkpoint is what the state was then: the donated steps that came after it have changed nothing in it.
     for step, tree in ((2, half.state.params), (4, outcome.state.params)):
         for run in (folder, whole[0]):
-            assert_trees_identical(load_params(run / "checkpoints" / str(step), abstract_params(MODEL)), tree)
+            assert_trees_identical(params_at(run, step), tree)
 
 
-def test_another_mesh_goes_on_where_the_first_stopped(whole, tmp_path):
+def test_run_resumes_on_another_mesh(whole, tmp_path):
     folder = tmp_path / "run"
     train(folder, make_config(num_steps=2))
     mesh = make_mesh(2, 2, 2)
     outcome = train(folder, make_config(), mesh=mesh)
-    np.testing.assert_allclose([row[1] for row in lessons(folder)], [row[1] for row in lessons(whole[0])], rtol=1e-5)
+    np.testing.assert_allclose(losses(folder), losses(whole[0]), rtol=1e-5)
     assert_trees_close(outcome.state.opt_state, whole[1].opt_state, rtol=1e-3, atol=1e-5)
     table = outcome.state.params["embedding"]["table"]
     assert table.sharding == tree_shardings(outcome.state.params, mesh)["embedding"]["table"]
 
 
-def test_a_finished_run_takes_no_step(whole):
+def test_finished_run_takes_no_step(whole):
     before = (whole[0] / "metrics.jsonl").read_text()
     outcome = train(whole[0], make_config(), batches=lambda position: iter(()))
     assert outcome.step == 4
@@ -93,7 +89,7 @@ def test_a_finished_run_takes_no_step(whole):
     assert (whole[0] / "metrics.jsonl").read_text() == before
 
 
-def test_rows_after_the_restored_step_and_a_torn_line_are_dropped(whole, tmp_path):
+def test_resuming_drops_later_rows_and_a_truncated_line(whole, tmp_path):
     folder = tmp_path / "run"
     train(folder, make_config(num_steps=2))
     with (folder / "metrics.jsonl").open("a") as file:
@@ -107,7 +103,7 @@ def test_rows_after_the_restored_step_and_a_torn_line_are_dropped(whole, tmp_pat
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("place", ["batches", "evaluate"])
-def test_a_signal_saves_the_step_in_hand_and_leaves(name, place, whole, tmp_path):
+def test_signal_saves_the_current_step_and_stops(name, place, whole, tmp_path):
     def send():
         os.kill(os.getpid(), signal.Signals[name])
 
@@ -133,7 +129,7 @@ def test_a_signal_saves_the_step_in_hand_and_leaves(name, place, whole, tmp_path
         assert lessons(folder) == lessons(whole[0])
 
 
-def test_a_signal_before_a_step_saves_that_there_was_none(tmp_path):
+def test_signal_before_the_first_step_saves_step_0(tmp_path):
     def batches(position):
         os.kill(os.getpid(), signal.SIGTERM)
         return batches_from(position)
@@ -142,32 +138,27 @@ def test_a_signal_before_a_step_saves_that_there_was_none(tmp_path):
     assert (outcome.step, outcome.interrupted_by) == (0, "SIGTERM")
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path, request):
-    # Python's own, which is not there in a job that a shell has put into the background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-
+def test_second_interrupt_ends_at_once(tmp_path):
     def batches(position):
         for _ in range(2):  # in this thread and at once: two on their way at the same time would be one
             signal.raise_signal(signal.SIGINT)
         yield random_batch(0)
 
-    with pytest.raises(KeyboardInterrupt):
+    with python_interrupt_handler(), pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", make_config(), batches=batches)
 
 
-def poisoned(step, name, value):
-    """`train_step` that reports `value` as its loss or gradient at one step, and spoils the parameters with it."""
+def poison(monkeypatch, step, name, value):
+    """Let `train_step` report `value` as its loss or gradient at one step, and spoil the parameters with it."""
 
     def spoilt(state, batch, rng, **constants):
         new_state, metrics = train_step(state, batch, rng, **constants)
         hit = new_state.step == step
         params = jax.tree.map(lambda x: jnp.where(hit, value, x), new_state.params)
-        return new_state.replace(params=params), metrics._replace(
-            **{name: jnp.where(hit, value, getattr(metrics, name))}
-        )
+        metrics = metrics._replace(**{name: jnp.where(hit, value, getattr(metrics, name))})
+        return new_state.replace(params=params), metrics
 
-    return spoilt
+    monkeypatch.setattr(loop, "train_step", spoilt)
 
 
 @pytest.mark.parametrize(
@@ -178,21 +169,18 @@ def poisoned(step, name, value):
         ("grad_norm", math.inf, "gradient's norm of step 3 is inf", {"checkpoint_every": 1, "log_every": 100}),
     ],
 )
-def test_what_is_not_finite_stops_with_step_and_cause_and_is_not_saved(
-    name, value, said, training, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(loop, "train_step", poisoned(3, name, value))
+def test_nonfinite_step_stops_the_run_and_is_not_saved(name, value, said, training, tmp_path, monkeypatch):
+    poison(monkeypatch, 3, name, value)
     with pytest.raises(UserError, match=f"training stopped: the {said}.*lower learning rate"):
         train(tmp_path / "run", make_config(**training))
     assert steps_of(tmp_path / "run") == [1, 2]
     assert all(row["step"] < 3 for row in rows_of(tmp_path / "run"))
-    for leaf in jax.tree.leaves(load_params(tmp_path / "run" / "checkpoints" / "2", abstract_params(MODEL))):
-        assert np.all(np.isfinite(leaf))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params_at(tmp_path / "run", 2)))
 
 
 @pytest.mark.parametrize("place", ["validation", "interrupt", "end"])
-def test_what_is_not_finite_is_neither_evaluated_nor_saved_at_last(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "train_step", poisoned(3, "loss", math.nan))
+def test_nonfinite_last_step_is_neither_evaluated_nor_saved(place, tmp_path, monkeypatch):
+    poison(monkeypatch, 3, "loss", math.nan)
     evaluated = []
 
     def batches(position):
@@ -201,25 +189,11 @@ def test_what_is_not_finite_is_neither_evaluated_nor_saved_at_last(place, tmp_pa
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
-    def evaluate(params, step):
-        evaluated.append(step)
-        return Evaluation({"valid_loss": 1.0})
-
     training = {"validation": {"validate_every": 3}, "interrupt": {}, "end": {"num_steps": 3}}[place]
+    config = make_config(log_every=100, **training)
     with pytest.raises(UserError, match="loss of step 3 is nan"):
-        train(tmp_path / "run", make_config(log_every=100, **training), batches=batches, evaluate=evaluate)
-    assert evaluated == []
-    assert steps_of(tmp_path / "run") == []
-
-
-def test_a_learning_rate_that_is_far_too_high_is_the_users_to_lower(tmp_path):
-    config = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1, checkpoint_every=1)
-    with pytest.raises(UserError, match="step 2 is"):
-        train(tmp_path / "run", config)
-    for leaf in jax.tree.leaves(
-        load_params(resolve_checkpoint(RunDir(tmp_path / "run"), "last"), abstract_params(MODEL))
-    ):
-        assert np.all(np.isfinite(leaf))
+        train(tmp_path / "run", config, batches=batches, evaluate=lambda params, step: evaluated.append(step))
+    assert evaluated == steps_of(tmp_path / "run") == []
 
 
 @contextmanager
@@ -260,17 +234,17 @@ def test_warmup_batches_compile_before_the_first_step_and_nothing_compiles_later
     assert any(line.startswith("compiled 2 of 2, 8 rows of ") for line in lines)
 
 
-def test_a_shape_that_was_not_warmed_up_warns(tmp_path):
+def test_shape_without_warmup_batch_warns(tmp_path):
     with pytest.warns(UserWarning, match="8 rows of 6 \\+ 6 tokens is not among the warmup batches"):
         train(tmp_path / "run", make_config(num_steps=1), warmup_batches=[random_batch(0, length=8)])
 
 
-def test_a_trace_of_some_steps_can_be_written(tmp_path):
+def test_profile_writes_a_trace(tmp_path):
     train(tmp_path / "run", make_config(num_steps=8), profile=True)
     assert list((tmp_path / "run" / "profile").rglob("*perfetto_trace.json.gz"))
 
 
-def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch):
+def test_run_writes_rows_validations_and_checkpoints_and_fetches_once_per_step(tmp_path, monkeypatch):
     """One run looked at from all sides: five steps of two shapes, logged and validated now and then."""
     folder, traces, fetched, evaluated, seen = tmp_path / "run", [], [], [], []
 
@@ -294,9 +268,7 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch):
         )
 
     def batches(position):
-        while True:
-            yield random_batch(position, length=6 + 2 * (position % 2))
-            position += 1
+        return (random_batch(index, length=6 + 2 * (index % 2)) for index in itertools.count(position))
 
     monkeypatch.setattr(loop, "train_step", counted_step)
     monkeypatch.setattr(jax, "device_get", counted_fetch)
@@ -307,13 +279,11 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch):
     assert traces == [(8, 6), (8, 8)]  # one trace per shape
     assert [hasattr(metrics, "loss") for metrics, _ in fetched] == [True] * 5  # each step's, once, and nothing else
 
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    training_rows = [row for row in rows if "loss" in row]
+    training_rows, validation_rows = rows_of(folder), rows_of(folder, "valid_loss")
     assert [row["step"] for row in training_rows] == [2, 4, 5]
     assert all({"step", "loss", "learning_rate", "tokens_per_second"} <= row.keys() for row in training_rows)
     assert all(row["tokens_per_second"] > 0 for row in training_rows)
     np.testing.assert_allclose([row["learning_rate"] for row in training_rows], [0.0625, 0.125, 0.1118034], rtol=1e-5)
-    validation_rows = [row for row in rows if "loss" not in row]
     assert [(row["step"], row["valid_loss"]) for row in validation_rows] == [(2, 1.0), (4, 3.0), (5, 2.0)]
     assert all(row.keys() == {"step", "valid_loss", "valid_bleu"} for row in validation_rows)
     assert evaluated == [2, 4, 5]
@@ -332,16 +302,12 @@ def test_rows_validations_checkpoints_and_the_device(tmp_path, monkeypatch):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(outcome.state))
 
 
-def test_without_figures_a_validation_writes_nothing(whole):
-    assert len((whole[0] / "metrics.jsonl").read_text().splitlines()) == 4
-
-
-def test_a_checkpoint_is_due_after_so_many_seconds(tmp_path):
+def test_checkpoint_seconds_save_by_the_clock(tmp_path):
     train(tmp_path / "run", make_config(num_steps=3, checkpoint_seconds=1e-9))
     assert steps_of(tmp_path / "run") == [1, 2, 3]
 
 
-def test_given_parameters_are_started_from_and_left_alone(tmp_path):
+def test_initial_params_are_used_and_not_donated(tmp_path):
     optimizer = make_optimizer(make_config().training, MODEL.d_model)
     given = jax.jit(lambda rng: init_state(Transformer(MODEL), optimizer, rng).params)(init_rng(99))
     given = jax.device_put(given, jax.sharding.NamedSharding(one_device_mesh(), jax.sharding.PartitionSpec()))
@@ -353,7 +319,7 @@ def test_given_parameters_are_started_from_and_left_alone(tmp_path):
     assert outcome.state.opt_state[0].count == 1
 
 
-def test_an_error_of_the_evaluation_leaves_whole_checkpoints(tmp_path):
+def test_failing_evaluation_leaves_complete_checkpoints(tmp_path):
     def evaluate(params, step):
         raise RuntimeError("no reference")
 

@@ -1,15 +1,14 @@
 """The same training on every mesh of eight simulated devices, and the table of which array lies where."""
 
-import dataclasses
-import json
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
-from tiny_training import MODEL, make_config, train
+from tiny_training import MODEL, changed, losses, make_config, train
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.transformer import abstract_params
@@ -19,38 +18,25 @@ from transformer_jax.types import UserError
 
 SPECS = {
     "embedding/table": P("tensor", "fsdp"),
-    "ATTENTION/query/kernel": P("fsdp", "tensor", None),
-    "ATTENTION/key/kernel": P("fsdp", "tensor", None),
-    "ATTENTION/value/kernel": P("fsdp", "tensor", None),
+    **{f"ATTENTION/{name}/kernel": P("fsdp", "tensor", None) for name in ("query", "key", "value")},
     "ATTENTION/output/kernel": P("tensor", None, "fsdp"),
     "STACK/LAYER/feed_forward/inner/kernel": P("fsdp", "tensor"),
     "STACK/LAYER/feed_forward/inner/bias": P("tensor"),
     "STACK/LAYER/feed_forward/outer/kernel": P("tensor", "fsdp"),
-    "STACK/LAYER/feed_forward/outer/bias": P(),
-    "NORM/scale": P(),
-    "NORM/bias": P(),
+    **dict.fromkeys(("STACK/LAYER/feed_forward/outer/bias", "NORM/scale", "NORM/bias"), P()),
 }
-MORE_SPECS = {
-    "source_embedding/table": P("tensor", "fsdp"),
-    "target_embedding/table": P("tensor", "fsdp"),
-    "source_positions/table": P("tensor", "fsdp"),
-    "target_positions/table": P("tensor", "fsdp"),
+VARIANT_SPECS = {
+    **{name: spec for name, spec in SPECS.items() if name != "embedding/table"},
+    **{f"source_{name}/table": P("tensor", "fsdp") for name in ("embedding", "positions")},
+    **{f"target_{name}/table": P("tensor", "fsdp") for name in ("embedding", "positions")},
     "output_projection/kernel": P("fsdp", "tensor"),
     "logits_bias": P("tensor"),
-    "ATTENTION/query/bias": P("tensor", None),
-    "ATTENTION/key/bias": P("tensor", None),
-    "ATTENTION/value/bias": P("tensor", None),
+    **{f"ATTENTION/{name}/bias": P("tensor", None) for name in ("query", "key", "value")},
     "ATTENTION/output/bias": P(),
 }
 VARIANT = ModelConfig.base(
     64, attention_bias=True, logits_bias=True, positions="learned", tie_embeddings="none", final_norm=True
 )
-
-
-def paths(tree):
-    """{"encoder/layer_0/...": leaf}"""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
 def short(path):
@@ -64,44 +50,38 @@ def short(path):
     ("config", "specs"),
     [
         (ModelConfig.base(64), SPECS),
-        (VARIANT, {name: spec for name, spec in (SPECS | MORE_SPECS).items() if name != "embedding/table"}),
+        (VARIANT, VARIANT_SPECS),
     ],
     ids=["base", "variant"],
 )
-def test_every_parameter_lies_where_the_table_says(config, specs):
-    leaves = paths(abstract_params(config))
+def test_table_gives_the_spec_of_every_parameter(config, specs):
+    leaves = flatten_dict(abstract_params(config), sep="/")
     assert {short(path): partition_spec(path) for path in leaves} == specs
     for path, leaf in leaves.items():
         assert len(partition_spec(path)) in (0, len(leaf.shape)), path
 
 
-def test_an_optimizer_state_lies_where_its_parameter_lies():
+def test_optimizer_state_is_sharded_as_its_parameter():
     assert partition_spec("opt_state/0/mu/embedding/table") == P("tensor", "fsdp")
     assert partition_spec("opt_state/0/count") == P()
     assert partition_spec("step") == P()
 
 
-@pytest.fixture(scope="module")
-def batches():
-    """The same batches for every mesh: rows for eight devices in two parts."""
-    return lambda position: (random_batch(position + i, rows=16) for i in range(100))
+def batches(position):
+    """Yield the same batches for every mesh: rows for eight devices in two parts."""
+    return (random_batch(position + i, rows=16) for i in range(100))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, batches):
-    """Losses, and the state, of four steps on one device."""
+def alone(tmp_path_factory):
+    """Return the losses and the state of four steps on one device."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     outcome = train(folder, make_config(), batches=batches)
     return losses(folder), jax.tree.map(np.array, outcome.state)
 
 
-def losses(folder):
-    """What `metrics.jsonl` says of each step."""
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8), (4, 2, 1)])
-def test_eight_devices_learn_what_one_learns(sizes, alone, batches, tmp_path):
+def test_eight_devices_learn_what_one_learns(sizes, alone, tmp_path):
     assert MODEL.residual_dropout > 0  # the random bits are the same on any mesh
     mesh = make_mesh(*sizes)
     outcome = train(tmp_path / "run", make_config(), mesh=mesh, batches=batches)
@@ -109,26 +89,26 @@ def test_eight_devices_learn_what_one_learns(sizes, alone, batches, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[0], rtol=1e-5)
     assert_trees_close(outcome.state.opt_state, alone[1].opt_state, rtol=1e-3, atol=1e-5)
     # Every array is where the table says: parameters, and both moments of Adam alike.
-    wanted = paths(tree_shardings(outcome.state.params, mesh))
+    wanted = flatten_dict(tree_shardings(outcome.state.params, mesh))
     adam = outcome.state.opt_state[0]
     for tree in (outcome.state.params, adam.mu, adam.nu):
-        for path, leaf in paths(tree).items():
+        for path, leaf in flatten_dict(tree).items():
             assert leaf.sharding.is_equivalent_to(wanted[path], leaf.ndim), path
     table = outcome.state.params["embedding"]["table"]
     assert table.addressable_shards[0].data.shape == (16 // sizes[2], 16 // sizes[1])
     assert adam.count.sharding.is_fully_replicated
 
 
-def test_accumulation_on_many_devices_is_the_same_update(batches, tmp_path):
+def test_accumulation_on_many_devices_gives_the_same_update(tmp_path):
     """Without dropout: its bits depend on how a batch is cut in time."""
-    quiet = dataclasses.replace(make_config(num_steps=1), model=dataclasses.replace(MODEL, residual_dropout=0.0))
-    parts = dataclasses.replace(quiet, training=dataclasses.replace(quiet.training, accumulate=2))
+    quiet = changed(make_config(num_steps=1), model={"residual_dropout": 0.0})
+    parts = changed(quiet, training={"accumulate": 2})
     train(tmp_path / "whole", quiet, batches=batches)
     train(tmp_path / "parts", parts, mesh=make_mesh(2, 2, 2), batches=batches)
     np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
-def test_mesh_takes_what_is_left_for_data():
+def test_data_axis_takes_the_remaining_devices():
     assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1}
     assert dict(make_mesh(fsdp=2, tensor=2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
     assert row_multiple(make_mesh(2, 2, 2)) == 4
@@ -136,14 +116,14 @@ def test_mesh_takes_what_is_left_for_data():
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (8, 2, 1), (-1, 3, 1), (-1, 16, 1), (1, 1, 1)])
-def test_axes_that_do_not_multiply_to_the_devices(sizes):
+def test_mesh_of_another_number_of_devices_is_rejected(sizes):
     values = "training.mesh_data={}, training.mesh_fsdp={} and training.mesh_tensor={}".format(*sizes)
     message = f"{values} do not multiply to the 8 devices"
     with pytest.raises(UserError, match=message):
         make_mesh(*sizes)
 
 
-def test_an_axis_that_does_not_divide_names_both():
+def test_axis_that_does_not_divide_is_rejected():
     tree = {"embedding": {"table": jax.ShapeDtypeStruct((37, 16), jnp.float32)}}
     message = r"training.mesh_tensor=8 does not divide axis 0 of embedding/table, which has the shape \(37, 16\)"
     with pytest.raises(UserError, match=message):

@@ -12,10 +12,13 @@ import reference
 from tiny_training import MODEL
 
 from transformer_jax.config import TrainingConfig
+from transformer_jax.data.batching import Rows, Shape, make_batch
+from transformer_jax.data.encoding import EncodedPairs
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.testing import assert_trees_close, assert_trees_identical, random_batch
 from transformer_jax.training.loss import LossSpec
 from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.sharding import batch_sharding, make_mesh, put_batch
 from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
 from transformer_jax.types import PAD_ID
 
@@ -52,7 +55,7 @@ def with_empty_rows(batch, count):
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_accumulation_changes_nothing(accumulate):
+def test_accumulation_does_not_change_the_update(accumulate):
     # Parts of very different numbers of tokens: the mean of their means would be something else.
     batch = random_batch(0, rows=4)
     batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, random_batch(1, rows=4))
@@ -77,7 +80,7 @@ def test_loss_and_gradient_are_means_over_the_tokens_of_the_whole_batch():
     np.testing.assert_allclose(step(state, twice, RNG)[1].grad_norm, metrics.grad_norm, rtol=1e-5)
 
 
-def test_empty_rows_change_nothing():
+def test_padding_rows_do_not_change_the_update():
     state, step = compiled()
     batch = random_batch(0)
     expected_state, expected = step(state, batch, RNG)
@@ -87,20 +90,20 @@ def test_empty_rows_change_nothing():
     assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
 
 
-def test_a_batch_of_empty_rows_gives_no_nan():
+def test_batch_of_padding_rows_changes_no_parameter():
     state, step = compiled()
     new_state, metrics = step(state, with_empty_rows(jax.tree.map(lambda rows: rows[:0], random_batch(0)), 8), RNG)
     assert metrics.num_tokens == metrics.loss == metrics.grad_norm == 0
     assert_trees_identical(new_state.params, state.params)
 
 
-def test_the_same_state_and_batch_give_the_same_result_bit_for_bit():
+def test_step_is_deterministic():
     state, step = compiled(dropout=0.3)
     batch = random_batch(0)
     assert_trees_identical(step(state, batch, RNG), step(state, batch, RNG))
 
 
-def test_randomness_is_fold_in_of_the_step_and_nothing_else():
+def test_dropout_key_is_fold_in_of_the_step():
     state, step = compiled(dropout=0.3)
     batch = random_batch(0)
     for number in (0, 5):
@@ -119,12 +122,12 @@ def test_randomness_is_fold_in_of_the_step_and_nothing_else():
     )
 
 
-def test_keys_of_a_run_differ_by_seed_and_purpose():
+def test_keys_differ_by_seed_and_purpose():
     keys = [jax.random.key_data(make(seed)).tolist() for make in (init_rng, dropout_rng) for seed in (0, 1)]
     assert len(set(map(tuple, keys))) == 4
 
 
-def test_one_update_moves_step_and_optimizer_along():
+def test_update_changes_step_optimizer_and_parameters():
     state, step = compiled()
     new_state, _ = step(state, random_batch(0), RNG)
     assert (state.step, new_state.step) == (0, 1)
@@ -133,7 +136,7 @@ def test_one_update_moves_step_and_optimizer_along():
     assert all(jax.tree.leaves(changed))
 
 
-def test_a_tiny_batch_is_learned_by_heart():
+def test_model_overfits_one_batch():
     state, step = compiled(smoothing=0.0, rate=0.01)
     batch = random_batch(0, rows=4)
     losses = []
@@ -144,7 +147,7 @@ def test_a_tiny_batch_is_learned_by_heart():
     assert losses[-1] < 0.1
 
 
-def test_evaluation_has_neither_dropout_nor_smoothing():
+def test_evaluation_uses_neither_dropout_nor_smoothing():
     batch = with_empty_rows(random_batch(0), 1)
     state, _ = compiled()
     model = make_model(0.5)
@@ -153,3 +156,39 @@ def test_evaluation_has_neither_dropout_nor_smoothing():
     loss_sum, num_tokens = reference.label_smoothed_loss(np.asarray(logits), batch.tgt_out, PAD_ID, smoothing=0.0)
     assert sums.num_tokens == num_tokens
     np.testing.assert_allclose([sums.loss_sum, sums.nll_sum], [loss_sum, loss_sum], rtol=1e-5)
+
+
+def packed_and_unpacked():
+    """Return the batches of fourteen pairs of random ids in seven rows and an empty one, and one pair a row."""
+    rng = np.random.default_rng(0)
+    sides = []
+    for _ in range(2):
+        offsets = np.cumsum([0, *rng.integers(1, 6, 14)])
+        sides += [rng.integers(4, MODEL.vocab_size, offsets[-1]).astype(np.uint16), offsets]
+    pairs = EncodedPairs(*sides, source_eos=True)
+    packed = make_batch(pairs, Rows(Shape(8, 18, 18), np.arange(14), np.array([2, 1, 2, 2, 3, 2, 2])), MODEL)
+    assert packed.src.shape == packed.tgt_in.shape == (8, 18)
+    assert packed.src_segments.max(axis=1).tolist() == [2, 1, 2, 2, 3, 2, 2, 0]
+    return packed, make_batch(pairs, Rows(Shape(14, 6, 6), np.arange(14)), MODEL)
+
+
+@pytest.mark.parametrize(("accumulate", "devices"), [(2, 4), (1, 1)])
+def test_packed_batch_gives_the_update_of_its_pairs(accumulate, devices):
+    state, step = compiled()
+    packed, unpacked = packed_and_unpacked()
+    expected_state, expected = step(state, unpacked, RNG)
+    step = compiled(accumulate=accumulate)[1]
+    if devices > 1:
+        mesh = make_mesh(devices, 1, 8 // devices)
+        packed, step = put_batch(packed, mesh), jax.jit(step, in_shardings=(None, batch_sharding(mesh), None))
+    new_state, metrics = step(state, packed, RNG)
+    assert metrics.num_tokens == expected.num_tokens == np.sum(unpacked.tgt_out != PAD_ID)
+    assert_trees_close(metrics, expected)
+    assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
+
+
+def test_packed_batch_gives_the_evaluation_of_its_pairs():
+    step = jax.jit(partial(eval_step, model=make_model(0.0)))
+    one, other = (step(compiled()[0].params, batch) for batch in packed_and_unpacked())
+    assert one.num_tokens == other.num_tokens
+    assert_trees_close(one, other)
