@@ -154,8 +154,7 @@ def fit(
                 sync.clear()
 
         recorder.finish(step)
-        interrupted_by = signals.name_in_any_process()
-    return Outcome(step, state, interrupted_by, recorder.should_stop_early())
+    return Outcome(step, state, signals.name_in_any_process(), recorder.should_stop_early())
 
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
