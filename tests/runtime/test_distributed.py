@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -172,6 +173,10 @@ def start_job(workdir, count, config):
     ]
 
 
+def has_checkpoint_after(run, step):
+    return max(steps_of(run), default=0) > step
+
+
 def test_killed_process_ends_the_others_and_any_number_of_processes_resumes(corpus, tmp_path):
     """With two processes, of which the second is killed; with four, of which the first is; with one."""
     run, done = tmp_path / "run", 0
@@ -180,7 +185,7 @@ def test_killed_process_ends_the_others_and_any_number_of_processes_resumes(corp
     for count, victim in ((2, 1), (4, 0)):
         processes = start_job(run, count, config.to_json())
         try:
-            wait_until(lambda: max(steps_of(run), default=0) > done, processes)  # noqa: B023
+            wait_until(partial(has_checkpoint_after, run, done), processes)
             processes[victim].send_signal(signal.SIGKILL)
             ends_by = time.monotonic() + 60
             for index, process in enumerate(processes):
