@@ -65,9 +65,10 @@ class Checkpoints:
     """
 
     def __init__(self, run: RunDir, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
-        """Open the checkpoints of a run, to keep the last `keep` of them, the best one, and some at regular steps.
+        """Open the checkpoints of a run, and choose which ones to keep.
 
-        The best one is the best by the metric `best_by`; `keep_every` is a number of steps, and 0 keeps no others.
+        The last `keep` checkpoints are kept, the best one by the metric `best_by`, and those whose step is a multiple
+        of `keep_every`, unless it is 0.
         """
         score = partial(selection_score, best_by=best_by)
         best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)

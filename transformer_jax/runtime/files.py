@@ -158,7 +158,7 @@ def _is_device(path: Path) -> bool:
 def try_lock(descriptor: int) -> bool:
     """Lock an open file or folder until it is closed or the process ends. Return False if another process holds it.
 
-    Where the file system has no locks, every process gets one.
+    Where the file system has no locks, the result is always True.
     """
     if fcntl is None:
         return True
