@@ -8,8 +8,8 @@ import pytest
 
 from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data import encoding
-from transformer_jax.data.corpus import Pairs
 from transformer_jax.data.encoding import encode_pairs, load_cached, load_or_encode
+from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer_pair import train_tokenizers
 from transformer_jax.types import UserError
 

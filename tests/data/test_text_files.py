@@ -8,7 +8,8 @@ import pytest
 import zstandard
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.corpus import read_lines, read_split
+from transformer_jax.data.corpus import read_split
+from transformer_jax.data.files import read_lines
 from transformer_jax.types import UserError
 
 PACK = {

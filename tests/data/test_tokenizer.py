@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from transformer_jax.config import Config, ModelConfig, TokenizerConfig
-from transformer_jax.data.corpus import Pairs
 from transformer_jax.data.encoding import encode_pairs
+from transformer_jax.data.pairs import Pairs
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair, tokenizer_from_json, train_tokenizers
 from transformer_jax.types import SPECIAL_TOKENS, UNK_ID, UserError

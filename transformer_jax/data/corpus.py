@@ -1,12 +1,10 @@
 """Read a split of a corpus from any `data.source`."""
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.files import read_jsonl, read_lines, read_text, read_tsv
+from transformer_jax.data.files import read_jsonl, read_text, read_tsv
 from transformer_jax.data.hub import read_huggingface, read_tfds
 from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.data.synthetic import read_copy_task, read_numbers
-
-__all__ = ["Pairs", "Split", "read_lines", "read_split"]
 
 _READERS = {
     "text": read_text,

@@ -35,37 +35,40 @@ def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     return Pairs(source, target, origin)
 
 
+@contextmanager
+def _user_errors(message: str) -> Iterator[None]:
+    """Turn errors of a library, which have a dozen types, into a `UserError` that starts with a message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{message}: {first_line(error)}") from error
+
+
 def _load_from_hub(config: DataConfig, split_name: str) -> "datasets.Dataset":
     import datasets
 
-    try:
+    where = f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}"
+    with _user_errors(f"{where}: the data set cannot be loaded"):  # no network, no such data set, subset, split or file
         return datasets.load_dataset(config.name, config.subset or None, split=split_name)
-    except Exception as error:  # a dozen types: no network, no such data set, subset, split or file
-        raise UserError(
-            f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}: the data set cannot be "
-            f"loaded: {first_line(error)}"
-        ) from error
 
 
 def _load_from_disk(config: DataConfig, split: Split, split_name: str) -> "datasets.Dataset":
     import datasets
 
-    directory = Path(config.directory).expanduser()
-    try:
-        loaded = datasets.load_from_disk(str(directory))
-    except Exception as error:  # a dozen types: no such folder, another format, a damaged file
-        raise UserError(
-            f"data.directory {str(directory)!r}: not a data set written by save_to_disk: {first_line(error)}"
-        ) from error
+    directory = str(Path(config.directory).expanduser())
+    with _user_errors(f"data.directory {directory!r}: not a data set written by save_to_disk"):
+        loaded = datasets.load_from_disk(directory)
     if isinstance(loaded, datasets.DatasetDict):
         if split_name not in loaded:
             raise UserError(
-                f"data.directory {str(directory)!r}: no split {split_name!r} (data.{split}) among {list(loaded)}"
+                f"data.directory {directory!r}: no split {split_name!r} (data.{split}) among {list(loaded)}"
             )
         return loaded[split_name]
     if split != "train":
         raise UserError(
-            f"data.directory {str(directory)!r} holds a data set without splits, which serves for training: "
+            f"data.directory {directory!r} holds a data set without splits, which serves for training: "
             f"set data.{split} to '', or save a DatasetDict with a split {split_name!r}"
         )
     return loaded
