@@ -7,18 +7,18 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from transformer_jax.runtime.fields import (
     Bounds,
+    Checked,
     Count,
     CountOrZero,
     NonNegativeFloat,
     PositiveFloat,
     Probability,
-    check_fields,
     from_tree,
     require,
 )
@@ -39,7 +39,7 @@ class StackSize(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """The choices that decide which function the model computes and the shapes of its parameters (paper section 3).
 
     Raises:
@@ -49,8 +49,7 @@ class ModelConfig:
     vocab_size: Count = 37_000
     """Exact number of rows of the target embedding table. A tokenizer may have fewer entries, never more."""
     source_vocab_size: Count | None = None
-    """Number of rows of the source embedding table. With tie_embeddings all it must equal vocab_size. None uses
-    vocab_size."""
+    """Number of rows of the source embedding table. None uses vocab_size, which tie_embeddings all requires."""
     d_model: Count = 512
     """Width of the input and output of every layer."""
     num_layers: Count = 6
@@ -70,10 +69,9 @@ class ModelConfig:
     decoder_d_ff: Count | None = None
     """Inner width of the decoder's feed-forward networks. None uses d_ff."""
     decoder_d_k: Count | None = None
-    """Width of the queries and keys of one decoder head. None uses d_k, or d_model / decoder_num_heads where d_k is
-    None too."""
+    """Width of the queries and keys of one decoder head. None uses d_k, or d_model / decoder_num_heads."""
     decoder_d_v: Count | None = None
-    """Width of the values of one decoder head. None uses d_v, or d_model / decoder_num_heads where d_v is None too."""
+    """Width of the values of one decoder head. None uses d_v, or d_model / decoder_num_heads."""
 
     norm_position: Literal["post", "pre"] = "post"
     """Place of layer normalization. post: LayerNorm(x + Sublayer(x)), as in the paper. pre: x + Sublayer(LayerNorm(x)),
@@ -88,22 +86,20 @@ class ModelConfig:
     activation: Literal["relu", "gelu", "swish"] = "relu"
     """Activation of the feed-forward networks. gelu is the exact form, x * Phi(x)."""
     attention_bias: bool = False
-    """Whether the query, key, value and output projections have biases. The paper's formula has no biases; the
-    first released code has them."""
+    """Whether the projections of attention have biases, as in the first released code. The paper has none."""
     logits_bias: bool = False
     """Whether a bias is added to the logits."""
 
     residual_dropout: Probability = 0.1
-    """Dropout rate of every sub-layer's output and of the sums of embeddings and positions (P_drop, paper section
-    5.4)."""
+    """Dropout rate of sub-layer outputs and of the sums of embeddings and positions (P_drop, paper section 5.4)."""
     attention_dropout: Probability = 0.0
     """Dropout rate of the attention weights: 0 in the paper and its first code, 0.1 in later code."""
     activation_dropout: Probability = 0.0
     """Dropout rate after the feed-forward activation: 0 in the paper and its first code, 0.1 in later code."""
 
     positions: Literal["interleaved", "halves", "learned"] = "interleaved"
-    """Positional encoding. interleaved: sine and cosine alternate, as in the paper. halves: all sines, then all
-    cosines. learned: a table of parameters."""
+    """Positional encoding. interleaved: alternating sines and cosines (paper). halves: sines, then cosines. learned: a
+    table of parameters."""
     position_exponent: Literal["paper", "tensor2tensor"] = "paper"
     """Wavelength of the i-th sinusoid. paper: 10000^(2i / d_model). tensor2tensor: 10000^(i / (d_model / 2 - 1)), as in
     tensor2tensor and fairseq."""
@@ -112,14 +108,12 @@ class ModelConfig:
     max_length: Count = 1024
     """Number of rows of each learned position table. Sinusoidal positions have no maximum."""
     tie_embeddings: Literal["all", "target", "none"] = "all"
-    """Sharing of embedding tables. all: source, target and logits share one (paper section 3.4). target: target and
-    logits share one. none: three tables."""
+    """Tables that share parameters. all: source, target and logits (paper section 3.4). target: target, logits."""
     scale_embeddings: bool = True
     """Whether embeddings are multiplied by sqrt(d_model) (paper section 3.4)."""
 
     decoder_start: Literal["bos", "eos", "pad", "zeros"] = "bos"
-    """First input of the decoder: the embedding of BOS, of EOS (fairseq) or of PAD (Marian), or zeros (the paper's
-    released code)."""
+    """First input of the decoder: the embedding of BOS, EOS (fairseq) or PAD (Marian), or zeros (released code)."""
     source_bos: bool = False
     """Whether the source starts with BOS, as in annotated-transformer's batches and in PyTorch's tutorials."""
     source_eos: bool = True
@@ -135,67 +129,62 @@ class ModelConfig:
 
     initialization: Literal["tensor2tensor", "xavier_uniform", "torch_fused"] = "tensor2tensor"
     """Distribution of the initial parameters. tensor2tensor: N(0, 1 / d_model) for embeddings, Xavier uniform
-    elsewhere. xavier_uniform: Xavier uniform everywhere. torch_fused: like tensor2tensor, but query, key and value are
-    drawn as one matrix, as in torch.nn.MultiheadAttention."""
+    elsewhere. xavier_uniform: Xavier uniform everywhere. torch_fused: tensor2tensor, with query, key and value
+    initialized as one matrix, as in torch.nn.MultiheadAttention."""
     dtype: FloatType = "float32"
     """Data type of the computation. Softmax, LayerNorm and logits use at least float32."""
     param_dtype: FloatType = "float32"
     """Data type of the parameters."""
     attention_kernel: Literal["auto", "xla"] = "auto"
-    """Implementation of attention. xla: three operations. auto: cuDNN's fused kernel on NVIDIA GPUs since Ampere with
-    dtype bfloat16 and attention_dropout 0, and xla elsewhere."""
+    """Implementation of attention. xla: three operations. auto: cuDNN's fused kernel where it applies (NVIDIA GPUs
+    since Ampere, dtype bfloat16, attention_dropout 0), xla elsewhere."""
     remat: Literal["none", "layers", "dots"] = "none"
-    """Values that the backward pass computes again to save memory. layers: each layer, for a third more work. dots: all
-    but the products with parameters, for little more work. none: no values. On CPUs it needs scan_layers."""
+    """Values that the backward pass recomputes to save memory. layers: each layer, for a third more work. dots: all but
+    the products with parameters, for little more work. On CPUs it needs scan_layers."""
     scan_layers: bool = False
-    """Whether the layers of a stack are compiled as one loop, which compiles faster and runs slower. The parameters are
-    identical."""
+    """Whether the layers of a stack are one loop, which compiles faster, runs slower, and has identical parameters."""
 
     def __post_init__(self) -> None:
-        """Check the fields, one by one and then together."""
+        """Replace data types by their names, and check the fields."""
         for name in ("dtype", "param_dtype"):
             object.__setattr__(self, name, _dtype_name(getattr(self, name)))
-        check_fields(self, "model.")
+        super().__post_init__()
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the checks of several fields together."""
         for prefix, heads in (("", self.num_heads), ("decoder_", self.decoder_num_heads or self.num_heads)):
+            heads_name = "decoder_num_heads" if prefix and self.decoder_num_heads else "num_heads"
             for width in ("d_k", "d_v"):
                 is_set = getattr(self, prefix + width) or getattr(self, width)
-                heads_name = "decoder_num_heads" if prefix and self.decoder_num_heads else "num_heads"
-                require(
+                yield (
                     is_set or self.d_model % heads == 0,
                     f"model.{heads_name} does not divide model.d_model. Change one of them, or set "
                     f"--model.{(prefix + width).replace('_', '-')}",
-                    self,
                 )
-        sinusoids, is_tied = self.positions != "learned", self.tie_embeddings == "all"
-        steep, unbiased = self.position_exponent != "paper", self.norm_variant == "unbiased_std"
-        for is_legal, message in (
-            (not sinusoids or self.d_model % 2 == 0, "model.positions needs an even model.d_model"),
-            (
-                not sinusoids or not steep or self.d_model >= 4,
-                "model.position_exponent needs model.d_model of at least 4",
-            ),
-            (
-                sinusoids or self.position_offset < self.max_length,
-                "model.position_offset must be below model.max_length",
-            ),
-            (
-                not is_tied or self.source_vocab_size in (None, self.vocab_size),
+        if self.positions == "learned":
+            yield self.position_offset < self.max_length, "model.position_offset must be below model.max_length"
+        else:
+            yield self.d_model % 2 == 0, "model.positions needs an even model.d_model"
+            if self.position_exponent == "tensor2tensor":
+                yield self.d_model >= 4, "model.position_exponent needs model.d_model of at least 4"
+        if self.tie_embeddings == "all":
+            yield (
+                self.source_rows == self.vocab_size,
                 "model.source_vocab_size differs from model.vocab_size, and model.tie_embeddings needs equal sizes. "
                 "Set --model.tie-embeddings to target or none, or make the sizes equal",
-            ),
-            (not unbiased or self.d_model >= 2, "model.norm_variant needs model.d_model of at least 2"),
-            (self.pad_id != self.eos_id, "model.pad_id and model.eos_id must differ"),
-            (
-                not self.source_bos or self.pad_id != self.bos_id,
-                "model.source_bos needs model.bos_id to differ from model.pad_id, or the source's BOS would be masked "
-                "as padding: change --model.bos-id",
-            ),
-        ):
-            require(is_legal, message, self)
+            )
+        if self.norm_variant == "unbiased_std":
+            yield self.d_model >= 2, "model.norm_variant needs model.d_model of at least 2"
+        yield self.pad_id != self.eos_id, "model.pad_id and model.eos_id must differ"
+        yield (
+            not self.source_bos or self.pad_id != self.bos_id,
+            "model.source_bos needs model.bos_id to differ from model.pad_id, or the source's BOS would be masked as "
+            "padding: change --model.bos-id",
+        )
         for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
             # UNK needs a row only in the source table: a target vocabulary may have no UNK.
             rows = self.source_rows if name == "unk_id" else min(self.vocab_size, self.source_rows)
-            require(getattr(self, name) < rows, f"model.{name} must be below {rows}, the rows of the table", self)
+            yield getattr(self, name) < rows, f"model.{name} must be below {rows}, the rows of the table"
 
     @property
     def source_rows(self) -> int:
@@ -247,7 +236,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Where sentence pairs come from and how they are grouped into batches (paper section 5.1).
 
     Raises:
@@ -256,8 +245,7 @@ class DataConfig:
 
     source: Literal["numbers", "copy", "text", "tsv", "jsonl", "huggingface", "tfds"] = "numbers"
     """Kind of corpus. numbers: generated spelled-out numbers. copy: generated symbols to repeat. text: two parallel
-    files per split. tsv, jsonl: one file per split with a column per side. huggingface, tfds: a dataset of these
-    libraries."""
+    files per split. tsv, jsonl: one file per split, a column per side. huggingface, tfds: a library's dataset."""
     directory: str = ""
     """Folder of the corpus. text, tsv, jsonl: the folder of the files. huggingface: a folder written by save_to_disk.
     tfds: the data_dir."""
@@ -273,17 +261,13 @@ class DataConfig:
     test: str = "test"
     """Test split. Empty disables the test."""
     source_language: str = "en"
-    """Language of the source. It is also the ending of the source's text file, and the name of the source's column
-    unless source_column is set."""
+    """Language of the source: ending of its text file, and name of its column unless source_column is set."""
     target_language: str = "de"
-    """Language of the target. It is also the ending of the target's text file, and the name of the target's column
-    unless target_column is set."""
+    """Language of the target: ending of its text file, and name of its column unless target_column is set."""
     source_column: str = ""
-    """tsv, jsonl, huggingface, tfds: column of the source. For tsv a name in the first line, or a number counted from
-    1."""
+    """tsv, jsonl, huggingface, tfds: column of the source. tsv: a name in the first line, or a number from 1."""
     target_column: str = ""
-    """tsv, jsonl, huggingface, tfds: column of the target. For tsv a name in the first line, or a number counted from
-    1."""
+    """tsv, jsonl, huggingface, tfds: column of the target. tsv: a name in the first line, or a number from 1."""
     synthetic_train_size: Count = 40_000
     """numbers, copy: number of generated training pairs."""
     synthetic_valid_size: CountOrZero = 500
@@ -292,53 +276,44 @@ class DataConfig:
     """numbers, copy: number of generated test pairs, none of which is a training or validation pair."""
 
     max_length: Count = 256
-    """Maximum length of a training sentence in tokens, EOS included. Pairs with a longer side are left out and counted
-    in the log."""
+    """Maximum length of a training sentence in tokens, EOS included. Longer pairs are left out and logged."""
     max_length_ratio: Annotated[float, Bounds("at least 1", 1)] = 9.0
-    """Maximum ratio of the lengths of the two sides of a training pair in tokens, EOS included. Pairs with a larger
-    ratio are left out and counted in the log."""
+    """Maximum ratio of the lengths of a training pair's sides. Pairs with a larger ratio are left out and logged."""
     batch_tokens: Count = 25_000
-    """Maximum number of tokens per batch on each side, padding included, over all devices. Empty rows are added where
-    the number of devices does not divide the number of rows."""
+    """Maximum number of tokens per batch on each side, padding included, over all devices."""
     max_shapes: Count = 12
     """Maximum number of different batch shapes. Each shape is compiled once."""
     batching: Literal["bucketed", "packed"] = "bucketed"
-    """Content of a row. bucketed: one pair; pairs of similar length share a batch. packed: several pairs, which do not
+    """Content of a row. bucketed: one pair; a batch has pairs of similar length. packed: several pairs, which do not
     attend to each other; all batches have one shape."""
     packed_length: Count = 256
     """packed: number of tokens of a row on each side. It must be at least max_length."""
     prefetch: Count = 8
     """Number of batches prepared ahead of the training step."""
 
-    def __post_init__(self) -> None:
-        """Check the fields, one by one and then together."""
-        check_fields(self, "data.")
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the checks of several fields together."""
+        if self.source in ("text", "tsv", "jsonl"):
+            yield self.directory, "data.source needs a folder: set --data.directory"
+        elif self.source == "huggingface":
+            has_one = bool(self.name) != bool(self.directory)
+            yield has_one, "data.source needs either data.name or data.directory, not both or none"
+        elif self.source == "tfds":
+            yield self.name, "data.source needs a dataset: set --data.name"
+        yield self.train, "data.train names no split: set --data.train"
         size = self.synthetic_train_size + self.synthetic_valid_size + self.synthetic_test_size
-        in_files = self.source in ("text", "tsv", "jsonl")
-        packed_fits = self.max_length <= self.packed_length <= self.batch_tokens
-        for is_legal, message in (
-            (not in_files or self.directory, "data.source needs a folder: set --data.directory"),
-            (
-                self.source != "huggingface" or bool(self.name) != bool(self.directory),
-                "data.source needs either data.name or data.directory, not both or none",
-            ),
-            (self.source != "tfds" or self.name, "data.source needs a dataset: set --data.name"),
-            (self.train, "data.train names no split: set --data.train"),
-            (size <= 1_000_000, f"data.synthetic_*_size add up to {size}; at most 1000000 is legal"),
-            (
-                self.batch_tokens >= self.max_length,
-                "data.batch_tokens is less than data.max_length: the longest pair would not fit into a batch",
-            ),
-            (
-                self.batching != "packed" or packed_fits,
-                "data.batching needs data.packed_length from data.max_length to data.batch_tokens",
-            ),
-        ):
-            require(is_legal, message, self)
+        yield size <= 1_000_000, f"data.synthetic_*_size add up to {size}; at most 1000000 is legal"
+        yield (
+            self.batch_tokens >= self.max_length,
+            "data.batch_tokens is less than data.max_length: the longest pair would not fit into a batch",
+        )
+        if self.batching == "packed":
+            fits = self.max_length <= self.packed_length <= self.batch_tokens
+            yield fits, "data.batching needs data.packed_length from data.max_length to data.batch_tokens"
 
 
 @dataclass(frozen=True)
-class TokenizerConfig:
+class TokenizerConfig(Checked):
     """How text becomes token ids. The vocabulary sizes are model.vocab_size and model.source_vocab_size.
 
     Raises:
@@ -346,22 +321,17 @@ class TokenizerConfig:
     """
 
     kind: Literal["bpe", "word", "pretokenized", "sentencepiece", "subword_nmt", "huggingface"] = "bpe"
-    """Kind of tokenizer. bpe: byte pairs; any text round-trips. word: words between spaces. pretokenized: text already
-    split by subword-nmt, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt, huggingface (a
+    """Kind of tokenizer. bpe: byte pairs; any text round-trips. word: words between spaces. pretokenized: text split by
+    subword-nmt, with '@@ ' inside words; output is joined again. sentencepiece, subword_nmt, huggingface (a
     tokenizer.json): tokenizers of imported models, which cannot be trained here."""
     joint: bool = True
     """Whether both sides share one vocabulary. Required by tie_embeddings all."""
     min_frequency: Count = 1
-    """word, pretokenized: minimum number of occurrences of a word in the vocabulary; rarer words become the unknown
-    token. bpe: minimum number of occurrences of a pair that is merged."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self, "tokenizer.")
+    """Minimum number of occurrences of a word in the vocabulary (word, pretokenized), or of a merged pair (bpe)."""
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Checked):
     """The training recipe (paper sections 5.3 and 5.4) and what the run writes while it trains.
 
     Raises:
@@ -373,9 +343,8 @@ class TrainingConfig:
     seed: CountOrZero = 0
     """Seed of the initial parameters, of the order of the data and of dropout."""
     schedule: Literal["noam", "inverse_sqrt", "constant"] = "noam"
-    """Learning rate. noam: scale * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5), as in the paper. inverse_sqrt:
-    linear to peak_learning_rate during warmup_steps, then proportional to step^-0.5. constant: linear to
-    peak_learning_rate during warmup_steps, then constant."""
+    """Learning rate. noam: scale * d_model^-0.5 * min(step^-0.5, step * warmup^-1.5), as in the paper. inverse_sqrt,
+    constant: linear to peak_learning_rate during warmup_steps, then proportional to step^-0.5, or constant."""
     warmup_steps: Count = 4000
     """Number of steps until the learning rate reaches its peak. It may exceed num_steps."""
     learning_rate_scale: PositiveFloat = 1.0
@@ -397,27 +366,23 @@ class TrainingConfig:
     all V tokens (PyTorch, optax). non_target_non_pad: the V - 2 tokens that are neither correct nor padding
     (annotated-transformer, joeynmt)."""
     accumulate: Count = 1
-    """Number of parts into which each batch is split to save memory; their gradients are summed before the update. Only
-    the dropout bits depend on it."""
+    """Number of parts of each batch, to save memory. Their gradients are summed; only dropout depends on it."""
     dropout_generator: Literal["hash", "threefry"] = "hash"
-    """Random number generator of dropout. hash: a hash of the element's index, about a dozen instructions per element.
-    threefry: JAX's default generator, several times slower."""
+    """Random number generator of dropout. hash: a fast hash of the element's index. threefry: JAX's default generator,
+    several times slower."""
     loss_chunk_mb: Count = 256
-    """Maximum size of the logits in memory at one time, in MB of float32 per device. For larger batches the loss and
-    its gradient are computed in chunks with the same result."""
+    """Maximum size of the logits in memory, in MB of float32 per device. Larger batches are computed in chunks."""
     mesh_data: int = -1
-    """Number of devices along the mesh axis data, over which batches are split. -1 uses all devices that the other axes
-    leave."""
+    """Number of devices along the mesh axis data, over which batches are split. -1 uses all remaining devices."""
     mesh_fsdp: Count = 1
     """Number of devices along the mesh axis fsdp, over which batches, parameters and optimizer state are split."""
     mesh_tensor: Count = 1
     """Number of devices along the mesh axis tensor, over which heads and inner widths are split."""
     on_divergence: Literal["stop", "skip"] = "stop"
-    """Reaction to a step whose loss or gradient is not finite. Such a step changes no parameter. stop: end the run.
-    skip: continue, and end the run after 10 such steps in a row."""
+    """Reaction to a step whose loss or gradient is not finite, which changes no parameter. stop: end the run. skip:
+    continue, and end the run after 10 consecutive such steps."""
     init_from: str = ""
-    """Folder of a run whose weights and tokenizer this run starts from, with a new optimizer state (fine-tuning). Empty
-    starts from random weights."""
+    """Folder of a run whose weights and tokenizer this run starts from (fine-tuning). Empty: random weights."""
 
     log_every: Count = 50
     """Number of steps between rows of metrics."""
@@ -438,26 +403,22 @@ class TrainingConfig:
     best_by: Literal["valid_loss", "valid_bleu"] = "valid_loss"
     """Metric that decides which checkpoint is the best."""
     patience: CountOrZero = 0
-    """Number of consecutive validations without improvement in best_by after which training stops. 0 disables early
-    stopping."""
+    """Maximum number of consecutive validations without improvement in best_by. 0 disables early stopping."""
     ema_decay: Probability = 0.0
-    """Decay of an exponential moving average of the parameters, which validation, test, translate, average and export
-    then use. 0 disables it."""
+    """Decay of an exponential moving average of the parameters, which validation and decoding use. 0 disables it."""
     average_last: CountOrZero = 0
-    """Number of last checkpoints to average into the checkpoint average after the last step (paper section 6.1: 5). 0
-    disables averaging."""
+    """Number of last checkpoints to average after the last step (paper section 6.1: 5). 0 disables averaging."""
 
-    def __post_init__(self) -> None:
-        """Check the fields, one by one and then together."""
-        check_fields(self, "training.")
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the checks of several fields together."""
         is_legal = self.mesh_data == -1 or self.mesh_data >= 1
-        require(is_legal, "training.mesh_data must be at least 1, or -1 for all devices", self)
+        yield is_legal, "training.mesh_data must be at least 1, or -1 for all devices"
         is_legal = self.average_last <= self.keep_checkpoints
-        require(is_legal, "training.average_last is more than training.keep_checkpoints", self)
+        yield is_legal, "training.average_last is more than training.keep_checkpoints"
 
 
 @dataclass(frozen=True)
-class DecodingConfig:
+class DecodingConfig(Checked):
     """How translations are searched for (paper section 6.1).
 
     Raises:
@@ -471,8 +432,7 @@ class DecodingConfig:
     length_penalty: Literal["gnmt", "power", "none"] = "gnmt"
     """Divisor of a hypothesis's log-probability. gnmt: ((5 + length) / 6)^alpha. power: length^alpha. none: 1."""
     stopping: Literal["paper", "huggingface", "ctranslate2"] = "paper"
-    """Rule that ends the search for a sentence. paper: no live hypothesis can still win. huggingface, ctranslate2: the
-    rules of these libraries."""
+    """Rule that ends the search for a sentence. paper: no live hypothesis can win. Others: as in that library."""
     max_length_offset: CountOrZero = 50
     """Maximum length of a translation in tokens beyond the length of its source, EOS included on both sides."""
     min_length: CountOrZero = 0
@@ -480,29 +440,27 @@ class DecodingConfig:
     forbidden_ids: tuple[int, ...] = ()
     """Token ids that are never generated, in addition to padding and to ids that the tokenizer does not have."""
     renormalize_logits: bool = False
-    """Whether ids that are never generated are excluded before the softmax, so that the probabilities of all other ids
-    add up to 1 (Hugging Face's renormalize_logits), rather than after it. Stopping ctranslate2 always excludes them
-    before, except for padding."""
+    """Whether ids that are never generated are excluded before the softmax, so that all other probabilities add up to 1
+    (Hugging Face's renormalize_logits). Stopping ctranslate2 always excludes them before, except for padding."""
     checkpoint: str = "last"
     """Parameters to use: last, best, average, or the number of a step."""
     max_source: Count = 1024
     """Maximum number of source tokens. Longer sources are truncated with a warning."""
     batch_tokens: Count = 8_192
-    """Maximum number of source tokens per batch, padding included, beams not included. On a CPU it is capped at 512, or
-    1,024 for greedy search with more than 100 MB of weights, and several batches run at the same time."""
+    """Maximum number of source tokens per batch, padding included. On a CPU at most 512 are used, or 1,024 for greedy
+    search with more than 100 MB of weights, and several batches run at the same time."""
     quantization: Literal["none", "bfloat16", "int8"] = "none"
-    """Precision of the weights. none: as they were trained. bfloat16: rounded to 16 bits, which the computation uses
-    too. int8: matrices rounded to 8 bits with a scale per output, which is faster on CPUs."""
+    """Precision of the weights. none: as trained. bfloat16: 16 bits, for the computation too. int8: matrices of 8 bits
+    with a scale per output, which is faster on CPUs."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self, "decoding.")
-        is_legal = re.fullmatch(r"last|best|average|\d{1,18}", self.checkpoint) is not None
-        require(is_legal, "decoding.checkpoint must be last, best, average or the number of a step", self)
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the check of the checkpoint."""
+        is_legal = re.fullmatch(r"last|best|average|\d{1,18}", self.checkpoint)
+        yield is_legal, "decoding.checkpoint must be last, best, average or the number of a step"
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """Distribution from which tokens are drawn: softmax(logits / temperature), cut to the top k, then to the top p.
 
     Raises:
@@ -514,12 +472,7 @@ class Sampling:
     top_k: CountOrZero = 0
     """Number of most probable tokens to draw from (Fan et al. 2018). 0 draws from all tokens."""
     top_p: Annotated[float, Bounds("more than 0 and at most 1", 0, math.nextafter(1, 2), low_is_legal=False)] = 1.0
-    """Probability of the smallest set of most probable tokens to draw from (Holtzman et al. 2020). 1 draws from all
-    tokens."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_fields(self, "")
+    """Probability of the smallest set of most probable tokens to draw from (Holtzman et al. 2020). 1 uses all."""
 
 
 @dataclass(frozen=True)
@@ -538,36 +491,29 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the sections together."""
-        model, data, training, decoding = self.model, self.data, self.training, self.decoding
-        needed = data.max_length + model.position_offset
-        for is_legal, message in (
-            (
-                self.tokenizer.joint or model.tie_embeddings != "all",
-                "model.tie_embeddings needs a joint vocabulary, not tokenizer.joint",
-            ),
-            (
-                not self.tokenizer.joint or model.source_rows == model.vocab_size,
-                "tokenizer.joint needs model.source_vocab_size to equal model.vocab_size",
-            ),
-            (
-                model.positions != "learned" or needed <= model.max_length,
-                "model.max_length is too short for data.max_length plus model.position_offset",
-            ),
-            (
-                all(0 <= i < model.vocab_size and i != model.eos_id for i in decoding.forbidden_ids),
-                "decoding.forbidden_ids must be below model.vocab_size and must not contain model.eos_id",
-            ),
-            (not training.patience or data.valid, "training.patience needs a validation split: set --data.valid"),
-            (
-                decoding.checkpoint != "best" or data.valid,
-                "decoding.checkpoint needs a validation split: set --data.valid",
-            ),
-            (
-                training.best_by != "valid_bleu" or training.valid_sentences,
-                "training.best_by needs training.valid_sentences of at least 1",
-            ),
-        ):
-            require(is_legal, message, *(getattr(self, item.name) for item in dataclasses.fields(Config)))
+        for is_legal, message in self._rules():
+            require(is_legal, message, *vars(self).values())
+
+    def _rules(self) -> Iterator[tuple[object, str]]:
+        model, training, decoding = self.model, self.training, self.decoding
+        if self.tokenizer.joint:
+            is_equal = model.source_rows == model.vocab_size
+            yield is_equal, "tokenizer.joint needs model.source_vocab_size to equal model.vocab_size"
+        else:
+            is_legal = model.tie_embeddings != "all"
+            yield is_legal, "model.tie_embeddings needs a joint vocabulary, not tokenizer.joint"
+        if model.positions == "learned":
+            fits = self.data.max_length + model.position_offset <= model.max_length
+            yield fits, "model.max_length is too short for data.max_length plus model.position_offset"
+        yield (
+            all(0 <= i < model.vocab_size and i != model.eos_id for i in decoding.forbidden_ids),
+            "decoding.forbidden_ids must be below model.vocab_size and must not contain model.eos_id",
+        )
+        if not self.data.valid:
+            yield not training.patience, "training.patience needs a validation split: set --data.valid"
+            yield decoding.checkpoint != "best", "decoding.checkpoint needs a validation split: set --data.valid"
+        if training.best_by == "valid_bleu":
+            yield training.valid_sentences, "training.best_by needs training.valid_sentences of at least 1"
 
     def with_changes(self, **sections: Mapping[str, object]) -> Self:
         """Return a copy with other values of some fields, by section.

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from transformer_jax.config import (
     RENAMED_FIELDS,
@@ -38,119 +37,96 @@ def paper_base(vocab_size: int) -> Config:
 
 def paper_big(vocab_size: int) -> Config:
     """Return the big model of the paper: 300,000 steps, and the average of the last 20 checkpoints (section 6.1)."""
-    base = paper_base(vocab_size)
-    return replace(
-        base,
-        model=ModelConfig.big(vocab_size),
-        training=replace(base.training, num_steps=300_000, average_last=20, keep_checkpoints=20),
-    )
+    training = {"num_steps": 300_000, "average_last": 20, "keep_checkpoints": 20}
+    return replace(paper_base(vocab_size), model=ModelConfig.big(vocab_size)).with_changes(training=training)
 
 
 def t2t_2017(vocab_size: int) -> Config:
     """Return the first release of tensor2tensor, June 2017, by the authors of the paper."""
-    base = paper_base(vocab_size)
-    return replace(
-        base,
-        model=replace(
-            base.model,
-            attention_bias=True,
-            positions="halves",
-            position_exponent="tensor2tensor",
-            decoder_start="zeros",
-            pad_id=0,
-            bos_id=0,
-            eos_id=1,
-            unk_id=0,
-        ),
-        data=replace(base.data, batch_tokens=32_768),
+    return paper_base(vocab_size).with_changes(
+        model={
+            "attention_bias": True,
+            "positions": "halves",
+            "position_exponent": "tensor2tensor",
+            "decoder_start": "zeros",
+            "pad_id": 0,
+            "bos_id": 0,
+            "eos_id": 1,
+            "unk_id": 0,
+        },
+        data={"batch_tokens": 32_768},
     )
 
 
 def t2t_2018(vocab_size: int) -> Config:
     """Return `transformer_base` of tensor2tensor since 2018: pre-norm, more dropout and another learning rate."""
-    first = t2t_2017(vocab_size)
-    return replace(
-        first,
-        model=replace(
-            first.model,
-            norm_position="pre",
-            final_norm=True,
-            attention_bias=False,
-            attention_dropout=0.1,
-            activation_dropout=0.1,
-        ),
-        training=replace(first.training, learning_rate_scale=2.0, warmup_steps=8_000, adam_beta2=0.997),
-        decoding=replace(first.decoding, max_length_offset=100),
+    return t2t_2017(vocab_size).with_changes(
+        model={
+            "norm_position": "pre",
+            "final_norm": True,
+            "attention_bias": False,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+        },
+        training={"learning_rate_scale": 2.0, "warmup_steps": 8_000, "adam_beta2": 0.997},
+        decoding={"max_length_offset": 100},
     )
 
 
 def fairseq(vocab_size: int) -> Config:
     """Return the `transformer` of fairseq with its recipe for WMT14/16 English to German."""
-    base = paper_base(vocab_size)
-    return replace(
-        base,
-        model=replace(
-            base.model,
-            norm_epsilon=1e-5,
-            attention_bias=True,
-            positions="halves",
-            position_exponent="tensor2tensor",
-            position_offset=2,
-            decoder_start="eos",
-            pad_id=1,
-            bos_id=0,
-            eos_id=2,
-            unk_id=3,
-            initialization="torch_fused",
-        ),
-        data=replace(base.data, batch_tokens=28_672, max_length=250, max_length_ratio=1.5),
-        training=replace(base.training, schedule="inverse_sqrt", peak_learning_rate=5e-4, adam_epsilon=1e-8),
-        decoding=replace(
-            base.decoding, length_penalty="power", stopping="ctranslate2", max_length_offset=200, min_length=1
-        ),
+    return paper_base(vocab_size).with_changes(
+        model={
+            "norm_epsilon": 1e-5,
+            "attention_bias": True,
+            "positions": "halves",
+            "position_exponent": "tensor2tensor",
+            "position_offset": 2,
+            "decoder_start": "eos",
+            "pad_id": 1,
+            "bos_id": 0,
+            "eos_id": 2,
+            "unk_id": 3,
+            "initialization": "torch_fused",
+        },
+        data={"batch_tokens": 28_672, "max_length": 250, "max_length_ratio": 1.5},
+        training={"schedule": "inverse_sqrt", "peak_learning_rate": 5e-4, "adam_epsilon": 1e-8},
+        decoding={"length_penalty": "power", "stopping": "ctranslate2", "max_length_offset": 200, "min_length": 1},
     )
 
 
 def marian(vocab_size: int) -> Config:
     """Return `MarianMTModel` of Hugging Face with the OPUS-MT checkpoints, whose PAD is the last row of the table."""
-    base = paper_base(vocab_size)
-    return replace(
-        base,
-        model=replace(
-            base.model,
-            norm_epsilon=1e-5,
-            activation="swish",
-            attention_bias=True,
-            logits_bias=True,
-            positions="halves",
-            decoder_start="pad",
-            pad_id=vocab_size - 1,
-            bos_id=vocab_size - 1,
-            eos_id=0,
-            unk_id=1,
-        ),
-        training=replace(base.training, label_smoothing_over="all"),
-        decoding=replace(
-            base.decoding, alpha=1.0, length_penalty="power", stopping="huggingface", max_length_offset=512
-        ),
+    return paper_base(vocab_size).with_changes(
+        model={
+            "norm_epsilon": 1e-5,
+            "activation": "swish",
+            "attention_bias": True,
+            "logits_bias": True,
+            "positions": "halves",
+            "decoder_start": "pad",
+            "pad_id": vocab_size - 1,
+            "bos_id": vocab_size - 1,
+            "eos_id": 0,
+            "unk_id": 1,
+        },
+        training={"label_smoothing_over": "all"},
+        decoding={"alpha": 1.0, "length_penalty": "power", "stopping": "huggingface", "max_length_offset": 512},
     )
 
 
 def torch(vocab_size: int) -> Config:
     """Return `torch.nn.Transformer`, `CrossEntropyLoss` and `torch.optim.Adam` with their defaults."""
-    base = paper_base(vocab_size)
-    return replace(
-        base,
-        model=replace(
-            base.model,
-            final_norm=True,
-            norm_epsilon=1e-5,
-            attention_bias=True,
-            attention_dropout=0.1,
-            activation_dropout=0.1,
-            initialization="torch_fused",
-        ),
-        training=replace(base.training, adam_beta2=0.999, adam_epsilon=1e-8, label_smoothing_over="all"),
+    return paper_base(vocab_size).with_changes(
+        model={
+            "final_norm": True,
+            "norm_epsilon": 1e-5,
+            "attention_bias": True,
+            "attention_dropout": 0.1,
+            "activation_dropout": 0.1,
+            "initialization": "torch_fused",
+        },
+        training={"adam_beta2": 0.999, "adam_epsilon": 1e-8, "label_smoothing_over": "all"},
     )
 
 
@@ -160,7 +136,7 @@ PRESETS: dict[str, Callable[[int], Config]] = {
 """The function of every preset by its name. docs/faithfulness.md gives the source of each value."""
 
 
-def preset(name: str, vocab_size: int, **model_changes: Any) -> Config:
+def preset(name: str, vocab_size: int, **model_changes: object) -> Config:
     """Return the configuration of a preset, with changes to the model.
 
     A tokenizer that is trained by this package assigns the ids 0 to 3 to PAD, BOS, EOS and UNK. To train one for a
@@ -180,8 +156,7 @@ def preset(name: str, vocab_size: int, **model_changes: Any) -> Config:
     """
     if name not in PRESETS:
         raise UserError(f"there is no preset {name!r}; legal: {', '.join(PRESETS)}")
-    config = PRESETS[name](vocab_size)
-    return replace(config, model=replace(config.model, **model_changes))
+    return PRESETS[name](vocab_size).with_changes(model=model_changes)
 
 
 def numbers_config() -> Config:
@@ -192,14 +167,7 @@ def numbers_config() -> Config:
     so that it can be exported to every format.
     """
     return Config(
-        model=ModelConfig(
-            vocab_size=400,
-            d_model=128,
-            num_layers=2,
-            num_heads=4,
-            d_ff=512,
-            norm_epsilon=1e-5,
-        ),
+        model=ModelConfig(vocab_size=400, d_model=128, num_layers=2, num_heads=4, d_ff=512, norm_epsilon=1e-5),
         data=DataConfig(source="numbers", batch_tokens=2_048, max_shapes=2),
         tokenizer=TokenizerConfig(kind="bpe"),
         training=TrainingConfig(
@@ -269,7 +237,7 @@ def _call_get_config(module: ModuleType, path: str, name: str) -> object:
     return get_config(name) if name else get_config()
 
 
-def _callable_without_arguments(function: Callable[..., Any]) -> bool:
+def _callable_without_arguments(function: Callable[..., object]) -> bool:
     """Return whether a function can be called without arguments."""
     try:
         inspect.signature(function).bind()

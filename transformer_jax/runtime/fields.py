@@ -1,14 +1,16 @@
 """Dataclasses whose fields are checked against their annotated types and bounds, and read from JSON trees."""
 
 import dataclasses
-import functools
 import math
 import numbers
 import re
 import typing
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from transformer_jax.types import UserError
+
+T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
@@ -31,7 +33,7 @@ PositiveFloat = Annotated[float, Bounds("more than 0", 0, low_is_legal=False)]
 NonNegativeFloat = Annotated[float, Bounds("at least 0", 0)]
 
 
-def require(condition: object, message: str, *configs: Any) -> None:
+def require(condition: object, message: str, *configs: object) -> None:
     """Raise UserError with `message` unless `condition` is true; `model.d_ff` becomes `model.d_ff=2048` in it."""
     if condition:
         return
@@ -44,23 +46,28 @@ def require(condition: object, message: str, *configs: Any) -> None:
     raise UserError(message)
 
 
-@functools.cache
-def _types(cls: Any) -> dict[str, Any]:
-    """Return the annotated types of a dataclass's fields, with their metadata."""
-    return typing.get_type_hints(cls, include_extras=True)
+class Checked:
+    """Base class of dataclasses whose values are checked when an instance is made.
 
-
-def check_fields(config: Any, prefix: str) -> None:
-    """Check every field against its annotated type and bounds; whole numbers of float fields become floats.
-
-    Raises:
-        UserError: A value is not legal.
+    Each field is checked against its annotated type and bounds. Whole numbers in float fields become floats. Then the
+    fields are checked together, by `rules`. The first failure raises UserError.
     """
-    for name, kind in _types(config.__class__).items():
-        value = getattr(config, name)
-        checked = _checked(kind, value, prefix + name)
-        if checked is not value:
-            object.__setattr__(config, name, checked)
+
+    def __post_init__(self) -> None:
+        """Check the fields, one by one and then together."""
+        name = type(self).__name__
+        prefix = f"{name.removesuffix('Config').lower()}." if name.endswith("Config") else ""
+        for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            checked = _checked(kind, value, prefix + name)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+        for is_legal, message in self.rules():
+            require(is_legal, message, self)
+
+    def rules(self) -> Iterable[tuple[object, str]]:
+        """Return conditions that must be true, each with the message for `require`."""
+        return ()
 
 
 def _checked(kind: Any, value: Any, where: str, or_none: str = "") -> Any:
@@ -92,20 +99,20 @@ def _checked(kind: Any, value: Any, where: str, or_none: str = "") -> Any:
     return value
 
 
-def from_tree(cls: Any, tree: Any, prefix: str = "") -> Any:
-    """Return the dataclass that a tree of JSON objects describes; fields that are not in the tree keep their defaults.
+def from_tree(cls: type[T], tree: object, prefix: str = "") -> T:
+    """Return the dataclass that a tree of JSON objects describes. Missing fields keep their defaults.
 
     Args:
-        cls: A dataclass of fields that `_checked` knows, or of such dataclasses.
-        tree: What `json.loads` returned.
-        prefix: Where in the complete tree this one is, such as `model.`.
+        cls: A subclass of `Checked`, or a dataclass of such dataclasses.
+        tree: JSON value.
+        prefix: Path of `tree` in the complete tree, such as `model.`.
 
     Raises:
         UserError: A field or a value is not legal.
     """
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.') or 'the configuration'} is {tree!r:.200}; it must be a JSON object")
-    types = _types(cls)
+    types = typing.get_type_hints(cls)
     for name in tree:
         if name not in types:
             raise UserError(f"unknown field {prefix}{name:.100}; known: {', '.join(types)}")
