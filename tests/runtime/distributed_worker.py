@@ -1,4 +1,4 @@
-"""One of several processes that `test_distributed.py` starts: it runs every scenario and writes down what it found.
+"""One of the processes that `test_distributed.py` starts: it runs every scenario and writes its findings as JSON.
 
 python distributed_worker.py ADDRESS NUM_PROCESSES PROCESS_ID FOLDER
 """
@@ -35,7 +35,7 @@ INDEX, FOLDER = jax.process_index(), Path(sys.argv[4])
 
 
 def batches_on(mesh, send_at=-1):
-    """This process's rows of batches of 16 rows; before one of them it gets a SIGTERM."""
+    """Yield this process's rows of batches of 16 rows, and send SIGTERM before batch `send_at`."""
 
     def batches(position):
         while True:
@@ -49,7 +49,7 @@ def batches_on(mesh, send_at=-1):
 
 
 def run(name, mesh, send_at=-1, **training):
-    """`fit`; before batch `send_at` the second process gets a SIGTERM."""
+    """Call `fit`. The second process gets a SIGTERM before batch `send_at`."""
     distributed.on_main_process((FOLDER / name).mkdir)(exist_ok=True)
     batches = batches_on(mesh, send_at if INDEX == 1 else -1)
     return train(FOLDER / name, make_config(**training), mesh=mesh, batches=batches)
@@ -64,7 +64,7 @@ def failure(act, kind=UserError):
 
 
 def talk():
-    """What the processes tell each other."""
+    """Exchange values and errors, and return what this process received."""
 
     @distributed.collective
     def fail_in_the_second():
@@ -92,7 +92,7 @@ def fail_to_write(file, row):
 
 
 def failures_of_the_first():
-    """The errors of both processes where only process 0 fails, which has to read or write alone."""
+    """Return the errors of this process where only process 0 reads or writes, and fails."""
     workdir = RunDir(FOLDER / "failures")
     run("failures", make_mesh(8, 1, 1), num_steps=1)
     distributed.on_main_process(workdir.metrics.unlink)()

@@ -1,4 +1,4 @@
-"""Several processes as one, for real: on loopback, with Gloo. They learn what one learns, and end when one dies."""
+"""Several real processes on loopback with Gloo: they train as one process does, and end when one of them dies."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ def free_port():
 
 
 def config_of(corpus, **training):
-    """Short sentences of whole words: one shape everywhere, also when half of them are translated."""
+    """Return a configuration on short sentences of words: every batch has one shape, also when split in two."""
     config = dataclasses.replace(tiny_config(corpus, **training), tokenizer=TokenizerConfig(kind="word"))
     return changed(config, model={"vocab_size": 32}, data={"batch_tokens": 400})
 
@@ -48,7 +48,7 @@ def batches(position):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, corpus):
-    """The folder in which two processes of four devices have run `distributed_worker.py`, and what each found."""
+    """Run `distributed_worker.py` in two processes of four devices. Return the folder and what each process found."""
     folder = tmp_path_factory.mktemp("two")
     train(folder / "there", make_config(num_steps=2), batches=batches)
     source = changed(config_of(corpus, num_steps=1), data={"valid": "", "test": ""})

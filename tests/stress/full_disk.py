@@ -1,9 +1,9 @@
-"""Trains a tiny run on disks that are too small, makes room, goes on with the same command, and compares.
+"""Train tiny runs on disks that are too small, enlarge the disks, resume with the same command, and compare.
 
     python tests/stress/full_disk.py --disks 8 --seed 0        as root, on Linux: each disk is a tmpfs of some size
 
-A run on a full disk must say so in a line, without a traceback, and the same command on the enlarged disk must end with
-the parameters, the optimizer state and the logged losses of a run that had room.
+A run on a full disk must report it in one line, without a traceback. The same command on the enlarged disk must end
+with the parameters, the optimizer state and the logged losses of a run that had enough space.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from kill_resume import differences, make_reference, outcome, start
 
 
 def try_disk(disk, cache, expected, kilobytes):
-    """What the run said on a disk of that size; None if it had room."""
+    """Return the error of the run on a disk of that size, or None if the disk had enough space."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)], check=True)
     try:
         done = start(disk / "run", cache)
@@ -27,10 +27,10 @@ def try_disk(disk, cache, expected, kilobytes):
         subprocess.run(["mount", "-o", "remount,size=1g", str(disk)], check=True)
         again = start(disk / "run", cache)
         if again.returncode != 0:
-            raise AssertionError(f"{kilobytes} kB, with room: status {again.returncode}\n{again.stderr}")
+            raise AssertionError(f"{kilobytes} kB, enlarged: status {again.returncode}\n{again.stderr}")
         found = differences(expected, outcome(disk / "run"))
         if found:
-            raise AssertionError(f"{kilobytes} kB, with room: {', '.join(found)} differ")
+            raise AssertionError(f"{kilobytes} kB, enlarged: {', '.join(found)} differ")
         return said
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -49,7 +49,7 @@ def main():
         for _ in range(options.disks):
             kilobytes = round(16 * 2 ** rng.uniform(0, 8))  # up to 4 MB
             said = try_disk(disk, cache, expected, kilobytes)
-            print(f"{kilobytes} kB: {said or 'there was room'}; with room the same bits", flush=True)
+            print(f"{kilobytes} kB: {said or 'enough space'}; bit-identical after enlarging the disk", flush=True)
     return 0
 
 

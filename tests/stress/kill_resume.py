@@ -1,10 +1,10 @@
-"""Kills a tiny training run with SIGKILL at random places, goes on with the same command, and compares.
+"""Kill tiny training runs with SIGKILL at random times, resume with the same command, and compare.
 
     python tests/stress/kill_resume.py --kills 50 --seed 0
 
-A run is killed some times, in each of five phases, then goes on to its end; its parameters, optimizer state and logged
-losses must be bit for bit those of a run that was left alone. Prints the kills that were survived by phase, as found at
-the kill. A kill that came after the end does not count.
+A run is killed several times, in each of five phases, and then resumed until its end. Its parameters, optimizer state
+and logged losses must be bit-identical to those of an uninterrupted run. The table at the end counts the kills by the
+phase in which they happened. A kill after the end of a run does not count.
 """
 
 import argparse
@@ -36,12 +36,12 @@ ARGUMENTS = [
 ]
 TIMEOUT = 300
 XLA_FLAGS = "--xla_backend_optimization_level=0"
-# How often a phase is entered in a whole run: where to aim.
+# How often an uninterrupted run enters each phase, to choose when to kill.
 OCCURRENCES = {"compilation": 1, "step": NUM_STEPS, "open save": 8, "metric write": NUM_STEPS + 3, "evaluation": 3}
 
 
 def start(workdir, cache, record="-", phase="none", count=0, fraction=0.0):
-    """Runs the command to its end, or to its kill."""
+    """Run the command to its end, or to its kill."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(cache))
     environment["XLA_FLAGS"] = XLA_FLAGS
     environment |= {
@@ -57,7 +57,7 @@ def start(workdir, cache, record="-", phase="none", count=0, fraction=0.0):
 
 
 def train(workdir, cache, *aim):
-    """One start that may be killed but not fail. Returns the exit status and, of a kill, what it recorded."""
+    """Run the command, which may be killed but not fail. Return its status and, after a kill, the kill's record."""
     record = workdir.with_name(workdir.name + ".kill.json")
     record.unlink(missing_ok=True)
     done = start(workdir, cache, record, *aim)
@@ -67,7 +67,7 @@ def train(workdir, cache, *aim):
 
 
 def outcome(workdir):
-    """All that has to be the same: the last state, byte by byte, and the logged rows but for their speed."""
+    """Return what must be equal: the bytes of the last state, and the logged rows without the speed."""
     import orbax.checkpoint as ocp
 
     with ocp.StandardCheckpointer() as checkpointer:
@@ -86,13 +86,13 @@ def outcome(workdir):
 
 
 def differences(one, other):
-    """What is not the same, in words; empty if all is."""
+    """Return the names of what differs."""
     found = [f"{name} of the state" for name, value in one["state"].items() if other["state"].get(name) != value]
     return found + [name for name in ("metrics", "samples") if one[name] != other[name]]
 
 
 def make_reference(folder, cache):
-    """What comes out of the run that is left alone."""
+    """Return the outcome of an uninterrupted run."""
     status, _ = train(folder / "reference", cache)
     assert status == 0
     expected = outcome(folder / "reference")
@@ -101,10 +101,10 @@ def make_reference(folder, cache):
 
 
 def kill_a_run(workdir, cache, expected, phases, rng):
-    """Starts a run again and again, each time with a kill in the next phase, and at last without.
+    """Start a run repeatedly, each time with a kill in the next phase, and finally without a kill.
 
     Returns:
-        The kills by the phase that they met, and what differs from `expected` in the end.
+        The number of kills by the phase in which they happened, and what differs from `expected` at the end.
     """
     met, status = Counter(), None
     for phase in phases:
@@ -122,10 +122,10 @@ def kill_a_run(workdir, cache, expected, phases, rng):
 
 
 def kill_and_compare(folder, num_kills, seed):
-    """Kills runs until `num_kills` kills count, with at least a tenth of them in each phase.
+    """Kill runs until `num_kills` kills count, with at least a tenth of them in each phase.
 
     Returns:
-        Kills survived and kills, by phase.
+        The numbers of kills survived and of all kills, by phase.
     """
     rng, cache = random.Random(seed), folder / "cache"
     expected = make_reference(folder, cache)

@@ -1,8 +1,8 @@
 """`train` that kills itself with SIGKILL: python killed_run.py RECORD PHASE COUNT FRACTION ARGUMENTS...
 
-PHASE is one of PHASES or `none`, COUNT says which time it is entered (from 0), and FRACTION, from 0 to 1, how far into
-it the kill falls: a share of what the phase took before, or of a metric row's bytes. What was going on at the kill is
-written to RECORD: it may be something else than was aimed at.
+PHASE is one of PHASES or `none`. The kill happens when the phase is entered for the COUNT-th time, from 0. FRACTION,
+from 0 to 1, is the time after entering it, as a share of its usual time, or a share of a metric row's bytes. The phase
+in which the kill really happened is written to RECORD.
 """
 
 import json
@@ -19,7 +19,7 @@ TYPICAL_SECONDS = {"compilation": 1.0, "step": 0.002, "open save": 0.06, "evalua
 
 
 class Killer:
-    """Knows which phases the process is in, and kills it in one of them."""
+    """Track the phases of the process, and kill it in one of them."""
 
     def __init__(self, record, phase, count, fraction):
         self.record, self.phase, self.count, self.fraction = record, phase, count, fraction
@@ -28,7 +28,7 @@ class Killer:
         self.is_saving = lambda: False
 
     def is_aimed_at(self, phase):
-        """Called each time that the phase is entered."""
+        """Count that a phase is entered. Return whether to kill now."""
         self.entered[phase] += 1
         return phase == self.phase and self.entered[phase] == self.count + 1
 
@@ -62,7 +62,7 @@ class Killer:
 
 
 def install(killer):
-    """Puts the killer into the functions of the package that a training goes through."""
+    """Put the killer into the functions of the package that a training run calls."""
     from transformer_jax.checkpoint.checkpoint import Checkpoints
     from transformer_jax.evaluation.validation import Validation
     from transformer_jax.training import metrics

@@ -7,7 +7,7 @@ from kill_resume import kill_a_run, make_reference
 from processes import xla_flags
 
 
-def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path, monkeypatch):
+def test_resume_after_sigkill_is_bit_identical(tmp_path, monkeypatch):
     monkeypatch.setattr(kill_resume, "XLA_FLAGS", xla_flags(1))
     cache = tmp_path / "cache"
     expected = make_reference(tmp_path, cache)

@@ -27,7 +27,7 @@ def number(key: tuple[int, int], index: int) -> int:
     return x ^ x >> 14
 
 
-def test_numbers_are_their_definition():
+def test_bits_equal_the_definition_in_integers():
     key = jax.random.key(7, impl=HASH)
     words = tuple(int(word) for word in jax.random.key_data(key))
     expected = np.array([number(words, i) for i in range(60)]).reshape(3, 4, 5)
@@ -35,7 +35,7 @@ def test_numbers_are_their_definition():
     np.testing.assert_array_equal(jax.random.bits(key, (3, 4, 5), jnp.uint8), expected >> 24)
 
 
-def test_numbers_stay_what_they_were():
+def test_bits_are_the_same_in_every_version():
     """A run that goes on after an upgrade has the dropout it would have had."""
     key = jax.random.fold_in(dropout_rng(0), 5)
     assert jax.random.key_data(key).tolist() == KEY

@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_has_a_bar_with_all_figures_below_the_log(monkeypatch):
+def test_terminal_shows_a_bar_below_the_log(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     logger = logging.getLogger("transformer_jax")
@@ -37,7 +37,7 @@ def test_a_terminal_has_a_bar_with_all_figures_below_the_log(monkeypatch):
         assert figure in seen.rpartition("\r")[2]
 
 
-def test_compilation_does_not_count_for_the_time_left(monkeypatch):
+def test_time_left_excludes_compilation(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     with log_lines() as lines, closing(Progress(2, 12)) as progress:
@@ -50,7 +50,7 @@ def test_compilation_does_not_count_for_the_time_left(monkeypatch):
     assert "01:20 left" in lines[0]  # 8 steps of 10 s
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_at_the_end(monkeypatch):
+def test_without_a_terminal_progress_is_logged_every_ten_seconds(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     with log_lines() as lines, closing(Progress(0, 4)) as progress:
@@ -72,7 +72,7 @@ def events(run):
             data = data[16 + length :]
 
 
-def test_tensorboard_has_the_same_figures_at_once_and_hides_what_a_resume_drops(tmp_path):
+def test_tensorboard_rows_are_flushed_and_a_resume_hides_later_ones(tmp_path):
     run = RunDir(tmp_path)
     writer = MetricsWriter(run, 7)
     writer.write(8, {"loss": 2.5, "learning_rate": 0.125})
@@ -83,7 +83,7 @@ def test_tensorboard_has_the_same_figures_at_once_and_hides_what_a_resume_drops(
     writer.close()
 
 
-def test_a_full_disk_is_said_and_waited_for_by_nobody(tmp_path, monkeypatch):
+def test_full_disk_raises_and_never_blocks(tmp_path, monkeypatch):
     said = r"cannot write \S+: No space left on device. Free disk space and run the same command again"
     full = open("/dev/full", "a")  # noqa: SIM115  it cannot be closed without an error either
     with pytest.raises(UserError, match=said):
@@ -103,7 +103,7 @@ def test_a_full_disk_is_said_and_waited_for_by_nobody(tmp_path, monkeypatch):
     board.close()
 
 
-def test_each_file_is_closed_though_another_cannot_be(tmp_path, monkeypatch):
+def test_every_file_is_closed_if_one_fails(tmp_path, monkeypatch):
     writer = MetricsWriter(RunDir(tmp_path), 0)
     close = writer._board.close
 
