@@ -1,6 +1,5 @@
 """CTranslate2 folders: the package runs ours as we do, and we run its files, among them a real small model."""
 
-import dataclasses
 import json
 
 import jax
@@ -10,7 +9,7 @@ import pytest
 from ctranslate2_cases import BEAMS, MODELS, only_min_length, run, sentences, translated
 from interop_cases import assert_same_trees, random_params
 
-from transformer_jax.config import Config, TokenizerConfig
+from transformer_jax.config import Config
 from transformer_jax.data.tokenizer import train_tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.translator import Translator
@@ -39,8 +38,7 @@ def test_export_runs_there(ctranslate2, tmp_path, name):
     write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     lines = sentences()
     for beam_size in (1, BEAMS) if name in ("paper", "two vocabularies") else (BEAMS,):
-        changed = dataclasses.replace(config.decoding, beam_size=beam_size, forbidden_ids=(0,))
-        config = dataclasses.replace(config, decoding=changed)
+        config = config.with_changes(decoding={"beam_size": beam_size, "forbidden_ids": (0,)})
         found = Translator(config, params, pair).translate_n_best(lines, 1)
         expected = translated(ctranslate2, tmp_path, lines, config)
         for (ours, *_), ((tokens, log_prob), *_) in zip(found, expected, strict=True):
@@ -62,19 +60,11 @@ def test_own_export_comes_back(tmp_path, name):
     ]
     if config.model.positions != "learned":
         assert_same_trees(again.params, params)
-        same = ("positions", "position_exponent", "position_offset", "norm_position", "final_norm", "norm_epsilon")
-        same += ("activation", "attention_bias", "logits_bias", "tie_embeddings", "scale_embeddings", "decoder_start")
-        same += (
-            "source_bos",
-            "source_eos",
-            "encoder",
-            "decoder",
-            "vocab_size",
-            "source_rows",
-            "max_length",
-            "start_id",
-        )
-        for field in same:
+        for field in (
+            *("positions", "position_exponent", "position_offset", "norm_position", "final_norm", "norm_epsilon"),
+            *("activation", "attention_bias", "logits_bias", "tie_embeddings", "scale_embeddings", "decoder_start"),
+            *("source_bos", "source_eos", "encoder", "decoder", "vocab_size", "source_rows", "max_length", "start_id"),
+        ):
             assert getattr(again.config.model, field) == getattr(config.model, field), field
     other = tmp_path / "again"
     other.mkdir()
@@ -118,12 +108,10 @@ def test_rows_without_a_token_are_left_out(ctranslate2, tmp_path):
 def test_byte_pairs(ctranslate2, tmp_path):
     """Text goes in as pieces of our tokenizer, and comes out as pieces."""
     tokenizer = train_tokenizer("bpe", ["the cat sat on the mat", "ein Hund läuft"] * 3, 280, 1)
-    config = run("paper")[0]
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size),
-        tokenizer=TokenizerConfig(kind="bpe"),
-        decoding=dataclasses.replace(config.decoding, forbidden_ids=(0,), beam_size=2),
+    config = run("paper")[0].with_changes(
+        model={"vocab_size": tokenizer.vocab_size},
+        tokenizer={"kind": "bpe"},
+        decoding={"forbidden_ids": (0,), "beam_size": 2},
     )
     params, pair = random_params(config.model), TokenizerPair(tokenizer, tokenizer)
     write_ctranslate2(tmp_path, config, params, pair, warn=lambda text: None)
@@ -140,8 +128,7 @@ def test_byte_pairs(ctranslate2, tmp_path):
 
 def test_special_names_that_are_words(ctranslate2, tmp_path):
     tokenizer = train_tokenizer("word", ["<s> a b </s> <unk>"], 60, 1)
-    config = run("paper")[0]
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size))
+    config = run("paper")[0].with_changes(model={"vocab_size": tokenizer.vocab_size})
     write_ctranslate2(
         tmp_path, config, random_params(config.model), TokenizerPair(tokenizer, tokenizer), warn=only_min_length
     )
@@ -177,8 +164,7 @@ def test_imported_model_translates_with_the_defaults_of_translate_batch(ctransla
     )
     expected = [" ".join(result.hypotheses[0]) for result in found]
     imported = read_ctranslate2(tmp_path)
-    decoding = dataclasses.replace(imported.config.decoding, beam_size=beam_size)
-    config = dataclasses.replace(imported.config, decoding=decoding)
+    config = imported.config.with_changes(decoding={"beam_size": beam_size})
     assert Translator(config, imported.params, imported.tokenizers).translate(lines) == expected
     assert all(expected)
 
@@ -191,9 +177,7 @@ def real(data_folder):
 
 
 def real_translator(imported, **decoding):
-    config = imported.config
-    config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
-    return Translator(config, imported.params, imported.tokenizers)
+    return Translator(imported.config.with_changes(decoding=decoding), imported.params, imported.tokenizers)
 
 
 def test_real_model_greedy(real):

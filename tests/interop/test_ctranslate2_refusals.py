@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ctranslate2_cases import only_min_length, run, sentences, translated
-from interop_cases import odd, random_params
+from interop_cases import change_json, odd, random_params
 
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.interop.ctranslate2_files import read_model_file, write_model_file
@@ -36,10 +36,6 @@ def change(folder, function):
     variables = {name: np.array(value) for name, value in read_model_file(folder / "model.bin").items()}
     function(variables)
     write_model_file(folder / "model.bin", variables, {})
-
-
-def change_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_every_truncation_is_rejected(folder):
@@ -245,8 +241,8 @@ def test_a_model_without_padding(optional_package, tmp_path):
     assert (model.pad_id, model.vocab_size, model.logits_bias) == (22, 23, True)
     assert imported.tokenizers.source.encode(["w99 w0 nothing"]) == [[0, 4, 3]]
     translator = ctranslate2.Translator(str(tmp_path), device="cpu", inter_threads=1, intra_threads=1)
-    decoding = dataclasses.replace(imported.config.decoding, beam_size=1, max_length_offset=5)
-    ours = Translator(dataclasses.replace(imported.config, decoding=decoding), imported.params, imported.tokenizers)
+    config = imported.config.with_changes(decoding={"beam_size": 1, "max_length_offset": 5})
+    ours = Translator(config, imported.params, imported.tokenizers)
     lines = sentences()
     for line, (found,) in zip(lines, ours.translate_n_best(lines, 1), strict=True):
         words = found.text.split()
@@ -294,10 +290,9 @@ def test_positions_that_are_not_stored_are_those_that_ctranslate2_computes(optio
     )
     model = read_ctranslate2(folder).config.model
     assert (model.positions, model.position_exponent, model.position_offset) == ("halves", "tensor2tensor", 1)
-    config, _, _ = run("paper")
     imported = read_ctranslate2(folder)
-    decoding = dataclasses.replace(config.decoding, forbidden_ids=(0,))
-    config = dataclasses.replace(imported.config, decoding=decoding)
+    config = dataclasses.replace(imported.config, decoding=run("paper")[0].decoding)
+    config = config.with_changes(decoding={"forbidden_ids": (0,)})
     found = Translator(config, imported.params, imported.tokenizers).translate_n_best(sentences(), 1)
     expected = translated(optional_package("ctranslate2"), folder, sentences(), config)
     for (ours,), ((_, log_prob), *_) in zip(found, expected, strict=True):

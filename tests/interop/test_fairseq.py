@@ -1,14 +1,12 @@
 """fairseq checkpoints, with `transformers.FSMTForConditionalGeneration` as the oracle for its conventions."""
 
 import argparse
-import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interop_cases import assert_same_trees
+from interop_cases import Malicious, assert_same_trees
 
 from transformer_jax import cli
 from transformer_jax.decoding.translator import Translator
@@ -109,10 +107,8 @@ def test_first_token_is_never_eos(torch, fsmt, write):
     assert imported.config.decoding.min_length == 1
     for beam_size in (1, 3):
         for min_length, expected in ((0, 1), (1, 2)):
-            decoding = dataclasses.replace(
-                imported.config.decoding, beam_size=beam_size, min_length=min_length, alpha=0
-            )
-            config = dataclasses.replace(imported.config, decoding=decoding)
+            decoding = {"beam_size": beam_size, "min_length": min_length, "alpha": 0.0}
+            config = imported.config.with_changes(decoding=decoding)
             translator = Translator(config, imported.params, imported.tokenizers)
             assert translator.translate_n_best(["s1 s2"], 1)[0][0].num_tokens == expected
 
@@ -121,9 +117,8 @@ def test_greedy_equals_generate(torch, fsmt, write):
     imported = read_fairseq(write(checkpoint(tensors_of(fsmt))))
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(SOURCE_WORDS, size=length)) for length in (1, 3, 5, 8)]
-    config = imported.config
-    decoding = dataclasses.replace(config.decoding, beam_size=1, max_length_offset=7)
-    translator = Translator(dataclasses.replace(config, decoding=decoding), imported.params, imported.tokenizers)
+    config = imported.config.with_changes(decoding={"beam_size": 1, "max_length_offset": 7})
+    translator = Translator(config, imported.params, imported.tokenizers)
     ours = translator.translate(texts)
     for text, translation in zip(texts, ours, strict=True):
         (ids,) = imported.tokenizers.source.encode([text])
@@ -192,29 +187,11 @@ def test_learned_positions_limit_the_training_length(rows, torch, fsmt, write):
     assert config.data.max_length == min(256, rows - 2)
 
 
-class Malicious:
-    """A pickle that, were it read without care, would make a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def test_code_in_a_checkpoint_is_not_executed(fsmt, write, tmp_path):
     folder = write({**checkpoint(tensors_of(fsmt)), "extra": Malicious(tmp_path / "made")})
     with pytest.raises(UserError, match=r"model.pt holds objects of .*mkdir.*execute code.*save it again"):
         read_fairseq(folder)
     assert not (tmp_path / "made").exists()
-
-
-def test_truncated_checkpoint_is_rejected(fsmt, write):
-    folder = write(checkpoint(tensors_of(fsmt)))
-    file = folder / "model.pt"
-    file.write_bytes(file.read_bytes()[:3000])
-    with pytest.raises(UserError, match=r"model.pt: .*cannot read it"):
-        read_fairseq(folder)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +222,7 @@ def test_unsupported_setting_is_rejected(changes, message, fsmt, write):
 def test_folder_with_several_checkpoints_requires_a_path(torch, fsmt, write):
     folder = write(checkpoint(tensors_of(fsmt)), "a.pt")
     write({}, "b.pt")
-    with pytest.raises(UserError, match=r"the folder has these checkpoints \*.pt: a.pt, b.pt"):
+    with pytest.raises(UserError, match=r"the folder has these files of tensors: a.pt, b.pt"):
         read_fairseq(folder)
     assert read_fairseq(folder / "a.pt").config.model.num_layers == 2
     with pytest.raises(UserError, match="no settings of a model"):

@@ -275,9 +275,11 @@ def test_configuration_of_another_program_next_to_a_state_dict_is_ignored(option
     sibling.write_text(dataclasses.replace(Config(), model=CONFIG).to_json())
     assert import_run(*args, **options, overwrite=True).load_config().model == CONFIG
     assert "is ignored" not in caplog.text
-    sibling.write_text('{"model": {"no_such_field": 1}}')
-    with pytest.raises(UserError, match=r"unknown field model\.no_such_field"):
-        import_run(*args, **options, overwrite=True)
+    unknown_field = '{"model": {"no_such_field": 1}}'
+    for text, message in ((unknown_field, r"model\.no_such_field"), ("{", "not JSON"), ("[]", "not a JSON object")):
+        sibling.write_text(text)
+        with pytest.raises(UserError, match=rf"config\.json.*{message}"):
+            import_run(*args, **options, overwrite=True)
 
 
 def test_fields_that_tensors_do_not_show_are_logged(tmp_path, caplog):

@@ -21,13 +21,12 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import OWN_TOKENIZER, Settings, Start
+from transformer_jax.interop.exchange import OWN_TOKENIZER, ModelFields, Settings
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
@@ -145,13 +144,7 @@ def _read_variable(reader: _Reader, name: str, version: int) -> np.ndarray:
 
 
 def write_model_file(path: Path, variables: Mapping[str, np.ndarray], aliases: Mapping[str, str]) -> None:
-    """Write a `model.bin` of the newest version.
-
-    Args:
-        path: File to write.
-        variables: Arrays of float32 or small integers by name.
-        aliases: Further names of variables, {alias: name}.
-    """
+    """Write a `model.bin` of the newest version, with further names of variables as {alias: name}."""
 
     def text(value: str) -> bytes:
         raw = value.encode("utf-8") + b"\0"
@@ -170,30 +163,15 @@ def write_model_file(path: Path, variables: Mapping[str, np.ndarray], aliases: M
             file.write(text(alias) + text(aliases[alias]))
 
 
-class Tokens(NamedTuple):
-    """The tokenizers of a folder and the special ids of its model."""
-
-    pair: TokenizerPair
-    joint: bool
-    """Whether both sides share one vocabulary."""
-    start: Start
-    """Value of `model.decoder_start`, unless the decoder starts from zeros."""
-    pad_id: int
-    bos_id: int
-    eos_id: int
-    unk_id: int | None
-
-
-def read_tokens(folder: Path, settings: Settings, source_rows: int, target_rows: int) -> Tokens:
+def read_tokens(
+    folder: Path, settings: Settings, source_rows: int, target_rows: int
+) -> tuple[TokenizerPair, bool, ModelFields]:
     """Read the vocabularies, lists of tokens of which a few are special by their name.
 
-    The padding of vocabularies without one gets the first id beyond the rows of both tables.
+    The padding of vocabularies without one gets the first id beyond the rows of both embedding tables.
 
-    Args:
-        folder: Folder of the files.
-        settings: Settings in its `config.json`.
-        source_rows: Number of rows of the source embedding table.
-        target_rows: Number of rows of the target embedding table.
+    Returns:
+        The tokenizers, whether both sides share one vocabulary, and the special ids and the decoder's start.
 
     Raises:
         UserError: A file is missing or damaged, or the two sides have a special token at different ids.
@@ -204,8 +182,7 @@ def read_tokens(folder: Path, settings: Settings, source_rows: int, target_rows:
     eos_id, start_id = (_find(target, settings, name, folder) for name in ("eos_token", "decoder_start_token"))
     named = next((name for name in _PADDING if name in target and _index(source, name) == _index(target, name)), None)
     pad_id = max(source_rows, target_rows) if named is None else target.index(named)
-    starts: dict[int, Start] = {pad_id: "pad", eos_id: "eos"}
-    start = starts.get(start_id, "bos")
+    start = {pad_id: "pad", eos_id: "eos"}.get(start_id, "bos")
     bos_id = start_id if start == "bos" else _index(target, settings.read("bos_token", str))
     bos_id = eos_id if bos_id is None else bos_id
     unk_id = _index(source, unknown)
@@ -233,7 +210,8 @@ def read_tokens(folder: Path, settings: Settings, source_rows: int, target_rows:
             target_unk = unk_id if _index(target, unknown) == unk_id else None
             second = WordTokenizer("pretokenized", target, (pad_id, bos_id, eos_id, target_unk))
         pair = TokenizerPair(first, second)
-    return Tokens(pair, joint, start, pad_id, bos_id, eos_id, unk_id)
+    ids = {"pad_id": pad_id, "bos_id": bos_id, "eos_id": eos_id, "unk_id": pad_id if unk_id is None else unk_id}
+    return pair, joint, ids | {"decoder_start": start}
 
 
 def _read_vocabulary(folder: Path, side: str, unknown: str, rows: int) -> list[str]:

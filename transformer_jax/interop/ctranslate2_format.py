@@ -25,6 +25,7 @@ from transformer_jax.interop.exchange import (
     identify_positions,
     unique_tokens,
     visible_fields,
+    warn_about_penalty,
     write_json,
 )
 from transformer_jax.interop.mapping import names
@@ -78,11 +79,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
     """Read a folder with `model.bin` and its vocabularies, with the decoding defaults of `translate_batch`.
 
     The tokenizers of a folder that this package wrote take text. Those of other folders take tokens of the
-    vocabularies with spaces between them.
-
-    Args:
-        folder: Folder to read.
-        num_heads: Number of attention heads, for files that do not store it.
+    vocabularies with spaces between them. Files that do not store the number of attention heads need `num_heads`.
 
     Raises:
         UserError: A file is missing or damaged, weights are not float32, or the model is not supported.
@@ -93,27 +90,25 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
     tensors = {name: value for name, value in stored.items() if value.ndim}
     settings = _settings(folder, numbers)
     source_rows, target_rows, _ = (_rows(tensors, table, path) for table in (_SOURCE, (_TARGET,), (_OUTPUT,)))
-    tokens = read_tokens(folder, settings, source_rows, target_rows)
-    if tokens.pad_id >= min(source_rows, target_rows):
-        _add_rows(tensors, tokens.pad_id + 1)
+    pair, joint, ids = read_tokens(folder, settings, source_rows, target_rows)
+    if ids["pad_id"] >= min(source_rows, target_rows):
+        _add_rows(tensors, ids["pad_id"] + 1)
     positions = _positions(tensors)
     fields = visible_fields(tensors, CTRANSLATE2, str(path)) | positions | _flags(numbers, tensors, path)
     fields |= _heads(numbers, num_heads, path)
-    if fields["tie_embeddings"] == "all" and not tokens.joint:
+    if fields["tie_embeddings"] == "all" and not joint:
         fields["tie_embeddings"] = "target"
     for name in [name for name in tensors if "/linear_" in name and name.endswith("/weight")]:
         if "/ffn/" in name or fields["attention_bias"]:  # this package's model always has a bias here
             tensors.setdefault(name.removesuffix("weight") + "bias", np.zeros(len(tensors[name]), np.float32))
+    if numbers.pop("decoder/start_from_zero_embedding", 0):
+        ids["decoder_start"] = "zeros"
     model = ModelConfig(
         **fields,
+        **ids,
         norm_epsilon=settings.read("layer_norm_epsilon", float, 1e-5),
-        decoder_start="zeros" if numbers.pop("decoder/start_from_zero_embedding", 0) else tokens.start,
         source_bos=settings.read("add_source_bos", bool),
         source_eos=settings.read("add_source_eos", bool),
-        pad_id=tokens.pad_id,
-        bos_id=tokens.bos_id,
-        eos_id=tokens.eos_id,
-        unk_id=tokens.pad_id if tokens.unk_id is None else tokens.unk_id,
     )
     numbers = {name: value for name, value in numbers.items() if name.rpartition("/")[2] not in _IDLE}
     unknown = [f"{n} {value}" for n, value in numbers.items() if n.rpartition("/")[2] not in _ZERO or value]
@@ -122,12 +117,12 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
     config = Config(
         model=model,
         data=DataConfig(max_length=min(256, model.max_length)),
-        tokenizer=TokenizerConfig(kind=tokens.pair.source.kind, joint=tokens.joint),
+        tokenizer=TokenizerConfig(kind=pair.source.kind, joint=joint),
         decoding=DecodingConfig(
             beam_size=2, alpha=1.0, length_penalty="power", stopping="ctranslate2", max_length_offset=128, min_length=1
         ),
     )
-    return Imported(config, from_foreign(tensors, CTRANSLATE2, model, str(path)), tokens.pair)
+    return Imported(config, from_foreign(tensors, CTRANSLATE2, model, str(path)), pair)
 
 
 def write_ctranslate2(
@@ -135,12 +130,7 @@ def write_ctranslate2(
 ) -> None:
     """Write a folder that `ctranslate2.Translator` loads, without the table rows beyond the vocabularies.
 
-    Args:
-        folder: Empty folder to write to.
-        config: Configuration of the run.
-        params: Parameters of its model.
-        tokenizers: Tokenizers of the run, also written to the subfolder `tokenizer/`.
-        warn: Called with each difference between the run's decoding and `translate_batch`.
+    `warn` is called with each difference between the run's decoding and `translate_batch`.
 
     Raises:
         UserError: CTranslate2 cannot express the model. The fields are named.
@@ -183,11 +173,7 @@ def write_ctranslate2(
     for name, words in files.items():
         write_json(folder / f"{name}_vocabulary.json", words)
     tokenizers.save(folder / OWN_TOKENIZER)
-    if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
-        warn(
-            "decoding.length_penalty='gnmt', but translate_batch has only length^alpha: its length_penalty="
-            f"{decoding.alpha} prefers other lengths"
-        )
+    warn_about_penalty(decoding, "translate_batch", warn)
     if decoding.min_length != 1:
         warn(
             f"decoding.min_length={decoding.min_length} cannot be stored, and translate_batch assumes 1. Call it with "

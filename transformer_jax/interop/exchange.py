@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from transformer_jax.config import Config, DataConfig, ModelConfig, TokenizerConfig
+from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.tables import Format, Tensors
@@ -104,6 +104,15 @@ def write_json(path: Path, tree: object) -> None:
     path.write_text(to_json(tree, indent=2) + "\n", encoding="utf-8")
 
 
+def warn_about_penalty(decoding: DecodingConfig, program: str, warn: Callable[[str], None]) -> None:
+    """Warn that a program has another length penalty than a beam search."""
+    if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
+        warn(
+            f"decoding.length_penalty='gnmt', but {program} has only length^alpha: its length_penalty={decoding.alpha} "
+            "prefers other lengths"
+        )
+
+
 def unique_tokens(tokenizer: Tokenizer) -> list[str]:
     """Return the token of each id, with a special token renamed if a word of the vocabulary is spelled like it.
 
@@ -156,8 +165,12 @@ def propose_config(
     tokenizer = TokenizerConfig(joint=model.tie_embeddings == "all")
     if tokenizers:
         tokenizer = TokenizerConfig(kind=tokenizers.source.kind, joint=tokenizers.joint)
-    data = DataConfig(max_length=min(256, model.max_length - model.position_offset))
-    return Config(model=model, data=data, tokenizer=tokenizer)
+    return Config(model=model, data=DataConfig(max_length=training_length(model)), tokenizer=tokenizer)
+
+
+def training_length(model: ModelConfig) -> int:
+    """Return `data.max_length` for fine-tuning a model, whose position tables may be short."""
+    return min(256, model.max_length - model.position_offset)
 
 
 def visible_fields(tensors: Tensors, table: Format, origin: str) -> ModelFields:

@@ -16,10 +16,10 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConf
 from transformer_jax.data.subword import SubwordTokenizer, read_codes
 from transformer_jax.data.tokenizer import Tokenizer, WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Tying
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Tying, training_length
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.tables import Format, Legal, Tensors, embeddings, from_foreign, renamed
-from transformer_jax.interop.tensor_files import load_torch, state_dict_arrays
+from transformer_jax.interop.tensor_files import load_torch, single_file, state_dict_arrays
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
@@ -112,16 +112,13 @@ def read_fairseq(path: Path) -> Imported:
     """Read a folder with a checkpoint `*.pt`, two `dict.LANGUAGE.txt` and optionally subword-nmt codes.
 
     Codes (`bpecodes`, `code` or `codes`) make tokenizers that take text. Without them the tokenizers take text that
-    is split into pieces already.
-
-    Args:
-        path: The folder, or the checkpoint in it if it has several.
+    is split into pieces already. Pass the path of a checkpoint if the folder has several.
 
     Raises:
         UserError: A file is missing or damaged, the checkpoint holds objects other than tensors, or the model has
             settings that this package's model does not know.
     """
-    file = _checkpoint_file(path)
+    file = single_file(path, ("*.pt",), preferred=("checkpoint_best.pt", "model.pt"))
     checkpoint = load_torch(file, (argparse.Namespace,))
     settings = _settings(checkpoint, file)
     tensors = state_dict_arrays(checkpoint.get("model"), str(file))
@@ -136,11 +133,7 @@ def read_fairseq(path: Path) -> Imported:
     model = _model_config(settings, pair, tensors)
     config = Config(
         model=model,
-        data=DataConfig(
-            source_language=source,
-            target_language=target,
-            max_length=min(256, model.max_length - model.position_offset),
-        ),
+        data=DataConfig(source_language=source, target_language=target, max_length=training_length(model)),
         tokenizer=TokenizerConfig(kind="subword_nmt" if codes else "pretokenized", joint=joint),
         training=TrainingConfig(label_smoothing=settings.read("label_smoothing", float, 0.0)),
         decoding=DecodingConfig(
@@ -150,24 +143,8 @@ def read_fairseq(path: Path) -> Imported:
     return Imported(config, from_foreign(tensors, FAIRSEQ, model, str(file)), pair)
 
 
-def _checkpoint_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    files = sorted(path.glob("*.pt"))
-    if len(files) > 1:
-        files = [file for file in files if file.name in ("checkpoint_best.pt", "model.pt")] or files
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise UserError(f"{path}: the folder has these checkpoints *.pt: {found}. Give the path of one file")
-    return files[0]
-
-
 def read_dictionary(path: Path, codes: Path | None = None) -> Tokenizer:
-    """Read a `dict.LANGUAGE.txt`, which has a piece and its count on each line.
-
-    Args:
-        path: The dictionary.
-        codes: subword-nmt codes, for a tokenizer that splits words into pieces.
+    """Read a `dict.LANGUAGE.txt`, which has a piece and its count on each line, and optionally subword-nmt codes.
 
     Raises:
         UserError: A file cannot be read, or a line is not a piece and its count.
@@ -212,20 +189,20 @@ def _settings(checkpoint: object, file: Path) -> Settings:
 
 
 def _languages(settings: Settings, folder: Path) -> tuple[str, str]:
-    source, target = settings.get("source_lang"), settings.get("target_lang")
-    if source and target:
-        for language in (str(source), str(target)):
-            if not re.fullmatch(r"[\w.-]+", language):  # it becomes part of a file's name
-                raise UserError(
-                    f"{folder}: the checkpoint's settings name the language {language!r:.80}, which may not be part "
-                    "of a file name"
-                )
-        return str(source), str(target)
-    found = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
-    raise UserError(
-        f"{folder}: the checkpoint's settings name no source_lang and target_lang, so it is not known which dictionary "
-        f"({found}) belongs to which side"
-    )
+    source, target = (settings.read(f"{side}_lang", str, "") for side in ("source", "target"))
+    if not source or not target:
+        found = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
+        raise UserError(
+            f"{folder}: the checkpoint's settings name no source_lang and target_lang, so it is not known which "
+            f"dictionary ({found}) belongs to which side"
+        )
+    for language in (source, target):
+        if not re.fullmatch(r"[\w.-]+", language):  # it becomes part of a file's name
+            raise UserError(
+                f"{folder}: the checkpoint's settings name the language {language!r:.80}, which may not be part of a "
+                "file name"
+            )
+    return source, target
 
 
 # Settings that change the function, with the values that can be imported.

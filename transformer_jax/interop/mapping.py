@@ -4,10 +4,9 @@ A mapping file states in TOML which tensor of the user's own PyTorch model is wh
 """
 
 import difflib
-import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from transformer_jax.config import ModelConfig
@@ -20,6 +19,7 @@ NormNames = tuple[tuple[str, ...], tuple[str, ...]]
 """Names of a norm's scale and of its shift. The first of each is written, all of them are read."""
 LAYER_NORM: NormNames = (("weight",), ("bias",))
 _ANY_NORM = ("weight", "g", "gamma", "alpha", "a_2", "scale"), ("bias", "b", "beta", "b_2", "shift")
+_ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _PARAMETERS = {"kernel", "bias", "scale", "table", "logits_bias"}
 
 
@@ -112,25 +112,22 @@ def check_mapping(table: Format, config: ModelConfig, path: Path) -> None:
 
 def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield one foreign name and its paths for each combination of the alternatives on the left."""
-    left, right = _alternatives(foreign), [_alternatives(path) for path in ours]
-    for groups in right:
-        if [len(group) for group in groups[: len(left)]] != [len(group) for group in left]:
+    if _ALTERNATIVES.search(foreign):
+        columns = [_filled(text) for text in (foreign, *ours)]
+        if len({len(column) for column in columns}) > 1:
             raise UserError(f"{where}; the alternatives {{a,b}} of both sides must be equally many, in one order")
-    for choice in itertools.product(*(range(len(group)) for group in left)):
-        paths: list[str] = []
-        for path, groups in zip(ours, right, strict=True):
-            picked = [(group[i],) for group, i in zip(groups, choice, strict=False)]
-            paths += [_filled(path, words) for words in itertools.product(*picked, *groups[len(left) :])]
-        yield _filled(foreign, [group[i] for group, i in zip(left, choice, strict=True)]), tuple(paths)
+        for name, *paths in zip(*columns, strict=True):
+            yield from _expanded(name, paths, where)
+    else:
+        while any(map(_ALTERNATIVES.search, ours)):
+            ours = [filled for path in ours for filled in _filled(path)]
+        yield foreign, tuple(ours)
 
 
-def _alternatives(text: str) -> list[list[str]]:
-    return [group.split(",") for group in re.findall(r"\{([^{}]*,[^{}]*)\}", text)]
-
-
-def _filled(text: str, words: Sequence[str]) -> str:
-    remaining = iter(words)
-    return re.sub(r"\{[^{}]*,[^{}]*\}", lambda _: next(remaining), text)
+def _filled(text: str) -> list[str]:
+    """Return a text once for each of its first alternatives."""
+    group = _ALTERNATIVES.search(text)
+    return [text.replace(group[0], word, 1) for word in group[1].split(",")] if group else [text]
 
 
 def _module(foreign: str, paths: tuple[str, ...], norm: NormNames, zeros: bool) -> list[Row]:

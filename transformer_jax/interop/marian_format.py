@@ -16,7 +16,7 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Start, write_json
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Start, warn_about_penalty, write_json
 from transformer_jax.interop.fairseq_format import STACKS
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.marian_tokenizers import read_tokenizers, write_tokenizers
@@ -30,7 +30,7 @@ from transformer_jax.interop.tables import (
     to_foreign,
     unflatten,
 )
-from transformer_jax.interop.tensor_files import load_torch, read_safetensors, state_dict_arrays, write_safetensors
+from transformer_jax.interop.tensor_files import read_tensors, write_safetensors
 from transformer_jax.runtime.files import read_json
 from transformer_jax.types import Params, UserError
 
@@ -79,34 +79,15 @@ MARIAN = Format(
 _LEGAL: dict[str, tuple[object, ...]] = {
     "model_type": ("marian",),
     "is_encoder_decoder": (True,),
-    "is_decoder": (False,),
-    "normalize_before": (False,),
-    "normalize_embedding": (False,),
-    "add_final_layer_norm": (False,),
-    "force_bos_token_to_be_generated": (False,),
-    "encoder_layerdrop": (0,),
-    "decoder_layerdrop": (0,),
-    "quantization_config": (),
     "activation_function": ("relu", "gelu", "swish", "silu"),
-    "do_sample": (False,),
-    "num_beam_groups": (1,),
-    "diversity_penalty": (0,),
-    "early_stopping": (False,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "repetition_penalty": (1,),
-    "encoder_repetition_penalty": (1,),
-    "exponential_decay_length_penalty": (),
-    "forced_bos_token_id": (),
-    "forced_decoder_ids": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "constraints": (),
-    "force_words_ids": (),
-    "guidance_scale": (1,),
-    "penalty_alpha": (0,),
-    "watermarking_config": (),
-    "stop_strings": (),
+    **dict.fromkeys(("is_decoder", "normalize_before", "normalize_embedding", "add_final_layer_norm"), (False,)),
+    **dict.fromkeys(("force_bos_token_to_be_generated", "do_sample", "early_stopping"), (False,)),
+    **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "diversity_penalty", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("num_beam_groups", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), (1,)),
+    **dict.fromkeys(("quantization_config", "exponential_decay_length_penalty", "watermarking_config"), ()),
+    **dict.fromkeys(("forced_bos_token_id", "forced_decoder_ids", "force_words_ids", "stop_strings"), ()),
+    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "constraints"), ()),
 }
 
 # Settings that are a field of `ModelConfig`, with their type and default.
@@ -158,7 +139,10 @@ def read_marian(folder: Path) -> Imported:
     # A Marian model uses BOS only as the decoder's start.
     bos_id = start_id if start == "bos" else settings.read("bos_token_id", int, eos_id)
     pair = read_tokenizers(folder, pad_id, bos_id, eos_id)
-    tensors = _read_tensors(folder)
+    weights = [folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()]
+    if not weights:
+        raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    tensors = read_tensors(weights[0])
     model = ModelConfig(
         **_model_fields(settings),
         norm_epsilon=1e-5,
@@ -185,12 +169,7 @@ def write_marian(
 ) -> None:
     """Write a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load.
 
-    Args:
-        folder: Empty folder to write to.
-        config: Configuration of the run.
-        params: Parameters of its model.
-        tokenizers: Tokenizers of the run.
-        warn: Called with each difference between the run's decoding and `generate`.
+    `warn` is called with each difference between the run's decoding and `generate`.
 
     Raises:
         UserError: Marian cannot express the model. The fields are named.
@@ -215,7 +194,7 @@ def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
     for name in _WRITTEN_ONCE[model.tie_embeddings]:
         del tensors[name]
     tensors.setdefault(_LOGITS_BIAS, np.zeros((1, model.vocab_size)))
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    return {name: tensor.astype(np.float32, copy=False) for name, tensor in tensors.items()}
 
 
 def in_halves(params: Params, d_model: int) -> Params:
@@ -237,15 +216,6 @@ def _model_axis(path: str) -> int | None:
     if path.endswith(("logits_bias", "query/bias", "key/bias", "value/bias", "inner/bias")):
         return None
     return 0
-
-
-def _read_tensors(folder: Path) -> Tensors:
-    if (folder / "model.safetensors").is_file():
-        return read_safetensors(folder / "model.safetensors")
-    if (folder / "pytorch_model.bin").is_file():
-        path = folder / "pytorch_model.bin"
-        return state_dict_arrays(load_torch(path), str(path))
-    raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
 
 def _model_fields(settings: Settings) -> ModelFields:
@@ -324,11 +294,7 @@ def _is_ids(value: object) -> bool:
 def _generation_json(config: Config, tokenizers: TokenizerPair, warn: Callable[[str], None]) -> dict[str, object]:
     model, decoding = config.model, config.decoding
     alpha = decoding.alpha if decoding.length_penalty != "none" else 0.0
-    if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
-        warn(
-            f"decoding.length_penalty='gnmt', but generate has only length^alpha: its length_penalty={alpha} prefers "
-            "other lengths"
-        )
+    warn_about_penalty(decoding, "generate", warn)
     if decoding.stopping != "huggingface" and decoding.beam_size > 1:
         warn(f"decoding.stopping={decoding.stopping!r}, but generate stops its beams by the rule 'huggingface'")
     suppressed = sorted({*range(tokenizers.target.vocab_size, model.vocab_size), *decoding.forbidden_ids})

@@ -25,13 +25,7 @@ _WHITE_SPACE = (
 
 
 def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> TokenizerPair:
-    """Read the tokenizers of a Marian folder.
-
-    Args:
-        folder: Folder to read.
-        pad_id: Id of the model's padding.
-        bos_id: Id of the model's BOS.
-        eos_id: Id of the model's EOS.
+    """Read the tokenizers of a Marian folder, whose model has the given special ids.
 
     Raises:
         UserError: A file is missing or damaged.

@@ -63,6 +63,23 @@ class Row:
         """Return the first of the foreign names that a state dict has."""
         return next((name for name in self.foreign if name in tensors), None)
 
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        """Return the shape of the foreign tensor, given the shapes of the parameters by path."""
+        parts = [_foreign_shape(path, shapes[path]) for path in self.ours]
+        return (1,) * self.leading + (sum(part[0] for part in parts), *parts[0][1:])
+
+    def split(self, tensor: np.ndarray, shapes: Shapes) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the parameters that a foreign tensor holds, with their paths, as views where that is possible."""
+        sizes = [_foreign_shape(path, shapes[path])[0] for path in self.ours]
+        parts = np.split(tensor.reshape(tensor.shape[self.leading :]), np.cumsum(sizes)[:-1])
+        for path, part in zip(self.ours, parts, strict=True):
+            yield path, (part.T if path.endswith("kernel") else part).reshape(shapes[path])
+
+    def stack(self, leaves: Tensors) -> np.ndarray:
+        """Return the foreign tensor that holds parameters. A missing bias is a vector of zeros."""
+        tensor = np.concatenate([_foreign_layout(path, leaves) for path in self.ours])
+        return np.ascontiguousarray(tensor.reshape((1,) * self.leading + tensor.shape))
+
 
 def unchanged(tensors: Tensors, origin: str) -> Tensors:
     """Return the tensors, for formats whose tensors need no preparation."""
@@ -192,8 +209,8 @@ def from_foreign(tensors: Tensors, table: Format, config: ModelConfig, origin: s
             missing |= dict.fromkeys(item.ours, item.foreign[0])
         else:
             used.add(name)
-            tensor = in_dtype(name, tensors[name], _stored_shape(item, shapes), dtype, problems)
-            for path, part in _parts(item, tensor, shapes) if tensor is not None else ():
+            tensor = in_dtype(name, tensors[name], item.shape(shapes), dtype, problems)
+            for path, part in item.split(tensor, shapes) if tensor is not None else ():
                 if path not in leaves:
                     leaves[path] = np.array(part, order="C")  # a copy, because the tensor may be memory-mapped
                 elif not np.array_equal(leaves[path], part):
@@ -223,15 +240,9 @@ def to_foreign(params: Params, table: Format, config: ModelConfig) -> dict[str, 
     placed: set[str] = set()
     for item in _rows(table, config, leaves):
         kernels = [path.removesuffix("bias") + "kernel" for path in item.ours]
-        if all(path in leaves for path in item.ours):
-            parts = [_foreign_layout(path, leaves[path]) for path in item.ours]
+        if all(path in leaves for path in item.ours) or (item.zeros and all(path in leaves for path in kernels)):
+            tensors[item.foreign[0]] = item.stack(leaves)
             placed.update(item.ours)
-        elif item.zeros and all(kernel in leaves for kernel in kernels):
-            parts = [np.zeros(len(_foreign_layout(k, leaves[k])), leaves[k].dtype) for k in kernels]
-        else:
-            continue
-        tensor = np.concatenate(parts)
-        tensors[item.foreign[0]] = np.ascontiguousarray(tensor.reshape((1,) * item.leading + tensor.shape))
     unplaced = [path for path in leaves if path not in placed]
     if unplaced:
         raise UserError(f"the format has no tensor for {', '.join(unplaced)}")
@@ -290,26 +301,16 @@ def in_dtype(
     return None
 
 
-def _stored_shape(item: Row, shapes: Shapes) -> tuple[int, ...]:
-    parts = [_foreign_shape(path, shapes[path]) for path in item.ours]
-    return (1,) * item.leading + (sum(part[0] for part in parts), *parts[0][1:])
-
-
-def _parts(item: Row, tensor: np.ndarray, shapes: Shapes) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield views of the parameters that a foreign tensor holds, with their paths."""
-    sizes = [_foreign_shape(path, shapes[path])[0] for path in item.ours]
-    parts = np.split(tensor.reshape(tensor.shape[item.leading :]), np.cumsum(sizes)[:-1])
-    for path, part in zip(item.ours, parts, strict=True):
-        yield path, (part.T if path.endswith("kernel") else part).reshape(shapes[path])
-
-
 def _foreign_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if path.endswith("kernel"):
-        input_axes = 2 if path.endswith("attention/output/kernel") else 1
+        input_axes = 2 if path.endswith("output/kernel") else 1
         return math.prod(shape[input_axes:]), math.prod(shape[:input_axes])
     return (math.prod(shape),) if path.endswith("bias") else shape
 
 
-def _foreign_layout(path: str, leaf: np.ndarray) -> np.ndarray:
-    shape = _foreign_shape(path, leaf.shape)
-    return leaf.reshape(shape[::-1]).T if path.endswith("kernel") else leaf.reshape(shape)
+def _foreign_layout(path: str, leaves: Tensors) -> np.ndarray:
+    if path not in leaves:
+        kernel = leaves[path.removesuffix("bias") + "kernel"]
+        return np.zeros(_foreign_shape(path.removesuffix("bias") + "kernel", kernel.shape)[0], kernel.dtype)
+    shape = _foreign_shape(path, leaves[path].shape)
+    return leaves[path].reshape(shape[::-1]).T if path.endswith("kernel") else leaves[path].reshape(shape)

@@ -22,12 +22,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         UserError: The folder has no torch or safetensors file or more than one, or the file is damaged or contains
             objects other than tensors.
     """
-    if path.is_dir():
-        files = [file for ending in ("*.safetensors", "*.pt", "*.pth", "*.bin") for file in sorted(path.glob(ending))]
-        if len(files) != 1:
-            names = ", ".join(file.name for file in files) or "none"
-            raise UserError(f"{path}: the folder has these files of tensors: {names}. Give the path of one file")
-        path = files[0]
+    path = single_file(path, ("*.safetensors", "*.pt", "*.pth", "*.bin"))
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     state: Any = load_torch(path)
@@ -35,6 +30,23 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             state = state[name]
     return state_dict_arrays(state, str(path))
+
+
+def single_file(path: Path, patterns: tuple[str, ...], preferred: tuple[str, ...] = ()) -> Path:
+    """Return the only file of some kinds in a folder, or the only one with a preferred name, or a path to a file.
+
+    Raises:
+        UserError: There is no such file, or more than one.
+    """
+    if not path.is_dir():
+        return path
+    files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
+    if len(files) > 1:
+        files = [file for file in files if file.name in preferred] or files
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files) or "none"
+        raise UserError(f"{path}: the folder has these files of tensors: {names}. Give the path of one file")
+    return files[0]
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
@@ -61,9 +73,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: M
 def load_torch(path: Path, safe_globals: tuple[Any, ...] = ()) -> Any:
     """Read a file that `torch.save` wrote, without executing anything in it.
 
-    Args:
-        path: File to read.
-        safe_globals: Classes that the file may hold in addition to tensors and containers.
+    The file may hold objects of the classes `safe_globals` in addition to tensors and containers.
 
     Raises:
         UserError: torch is not installed, or the file is damaged or holds other classes, which are named.
@@ -129,10 +139,7 @@ def save_torch(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def import_torch(purpose: str) -> Any:
-    """Import torch and return the module.
-
-    Args:
-        purpose: Completes the error message "torch is needed ...", for example "to read model.pt".
+    """Import torch and return the module. The purpose completes the error "torch is needed ...".
 
     Raises:
         UserError: torch is not installed.

@@ -11,11 +11,15 @@ or what the source looks like. The configuration states these. Position tables i
 import re
 from collections.abc import Mapping
 
+import jax
 import numpy as np
 
 from transformer_jax.interop.mapping import NormNames, names
-from transformer_jax.interop.tables import Format, Row, Tensors, embeddings, renamed
+from transformer_jax.interop.tables import Format, Row, Tensors, embeddings, flatten, renamed, unflatten
+from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.types import Params, UserError
+
+_ATTENTION = names({"in_proj_": "{query,key,value}", "out_proj": "output"})
 
 
 def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
@@ -41,17 +45,11 @@ def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
     d_model = len(state_dict["out_proj.weight"])
     if d_model % num_heads:
         raise UserError(f"num_heads={num_heads} does not divide d_model={d_model}. Pass the module's num_heads.")
-    heads = num_heads, d_model // num_heads
-    params: dict[str, dict[str, np.ndarray]] = {
-        name: {"kernel": weight.T.reshape(d_model, *heads)}
-        for name, weight in zip(("query", "key", "value"), np.split(state_dict["in_proj_weight"], 3), strict=True)
-    }
-    params["output"] = {"kernel": state_dict["out_proj.weight"].T.reshape(*heads, d_model)}
-    if "in_proj_bias" in state_dict:
-        for name, bias in zip(params, np.split(state_dict["in_proj_bias"], 3), strict=False):
-            params[name]["bias"] = bias.reshape(heads)
-        params["output"]["bias"] = state_dict["out_proj.bias"]
-    return params
+    module = MultiHeadAttention(d_model, num_heads, use_bias="in_proj_bias" in state_dict)
+    abstract = jax.eval_shape(module.init, jax.random.key(0), np.zeros((1, 1, d_model), np.float32))["params"]
+    shapes = {path: leaf.shape for path, leaf in flatten(abstract).items()}
+    rows = [row for row in _ATTENTION if row.ours[0] in shapes]
+    return unflatten({path: part for row in rows for path, part in row.split(state_dict[row.foreign[0]], shapes)})
 
 
 def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
@@ -60,8 +58,7 @@ def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
     Raises:
         UserError: d_k or d_v is not d_model / num_heads, for which torch has no module.
     """
-    inputs = [params[name] for name in ("query", "key", "value")]
-    d_model, num_heads, _ = inputs[0]["kernel"].shape
+    d_model, num_heads, _ = params["query"]["kernel"].shape
     for name in ("query", "key", "value"):
         shape = params[name]["kernel"].shape
         if shape[1] * shape[2] != d_model:
@@ -69,14 +66,8 @@ def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
                 f"{name}/kernel has shape {list(shape)}; torch.nn.MultiheadAttention needs heads of width d_model / "
                 f"num_heads = {d_model / num_heads:g}"
             )
-    tensors = {
-        "in_proj_weight": np.concatenate([np.asarray(part["kernel"]).reshape(d_model, -1).T for part in inputs]),
-        "out_proj.weight": np.asarray(params["output"]["kernel"]).reshape(-1, d_model).T.copy(),
-    }
-    if "bias" in params["output"]:
-        tensors["in_proj_bias"] = np.concatenate([np.asarray(part["bias"]).reshape(-1) for part in inputs])
-        tensors["out_proj.bias"] = np.asarray(params["output"]["bias"])
-    return tensors
+    leaves = flatten(params)
+    return {row.foreign[0]: row.stack(leaves) for row in _ATTENTION if row.ours[0] in leaves}
 
 
 _SHARED = ("embedding.weight", "embed.weight", "shared.weight", "tok_emb.weight")
