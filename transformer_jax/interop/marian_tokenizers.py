@@ -8,7 +8,6 @@ the subfolder `tokenizer/`.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.data.subword import SentencePieceTokenizer
@@ -70,7 +69,7 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
         UserError: The library cannot express the tokenizers.
     """
     source, target = pair.source, pair.target
-    settings: dict[str, Any] = {"model_max_length": model.max_length, "clean_up_tokenization_spaces": False}
+    settings: dict[str, object] = {"model_max_length": model.max_length, "clean_up_tokenization_spaces": False}
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
         if not model.source_eos:
             raise UserError("marian cannot express this model: model.source_eos=False, but MarianTokenizer adds EOS")
@@ -99,9 +98,9 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
     write_json(folder / "tokenizer_config.json", settings)
 
 
-def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig) -> dict[str, Any]:
+def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig) -> dict[str, object]:
     """Return `tokenizer.json`: a tokenizer in the library's form, with EOS after the text."""
-    tree: dict[str, Any] = {
+    tree: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -133,14 +132,14 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
     return tree
 
 
-def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
+def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, object]:
     if tokenizer.unk_id is None:
         raise UserError("marian cannot express this model: the vocabulary has no token for unknown words (unk_id)")
     space = _WHITE_SPACE if tokenizer.kind == "word" else " "
     unknown = words[tokenizer.unk_id]
     # A word that is spelled like a special token must become the unknown token, not the special token.
     special = "|".join(_quoted(words[i]) for i in {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id})
-    tree: dict[str, Any] = {
+    tree: dict[str, object] = {
         "model": {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": unknown},
         "normalizer": {
             "type": "Replace",

@@ -25,7 +25,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     path = single_file(path, ("*.safetensors", "*.pt", "*.pth", "*.bin"))
     if path.suffix == ".safetensors":
         return read_safetensors(path)
-    state: Any = load_torch(path)
+    state: object = load_torch(path)
     for name in _CONTAINERS:
         if isinstance(state, dict) and isinstance(state.get(name), dict):
             state = state[name]
@@ -70,7 +70,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: M
     safetensors.numpy.save_file(contiguous, path, metadata=dict(metadata or {}))
 
 
-def load_torch(path: Path, safe_globals: tuple[Any, ...] = ()) -> Any:
+def load_torch(path: Path, safe_globals: tuple[type, ...] = ()) -> Any:
     """Read a file that `torch.save` wrote, without executing anything in it.
 
     The file may hold objects of the classes `safe_globals` in addition to tensors and containers.
@@ -107,7 +107,7 @@ def _unsafe_message(path: Path, names: list[str]) -> str:
     )
 
 
-def state_dict_arrays(state: Any, origin: str) -> dict[str, np.ndarray]:
+def state_dict_arrays(state: object, origin: str) -> dict[str, np.ndarray]:
     """Convert the tensors of a state dict to NumPy arrays, and 16-bit floats to float32.
 
     Raises:
