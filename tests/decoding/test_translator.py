@@ -96,7 +96,7 @@ def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, mo
         large = make(decoding={"batch_tokens": 8192, "beam_size": beam_size}, max_length=256)
         (weights,) = large._prepare()
         embedding = np.broadcast_to(np.float32(0), (26 * 10**6, 1))
-        weights = weights._replace(decoder=weights.decoder._replace(embedding=embedding))
+        weights = weights | {"embedding": {"table": embedding}}
         monkeypatch.setattr(large, "_prepare", lambda weights=weights: (weights,))
         assert shapes(large) == {expected}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -288,7 +288,7 @@ def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weig
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
     model, decoding = Transformer(translator.config.model), translator.config.decoding
     (prepared,) = translator._prepare()
-    assert prepared.decoder.embedding.dtype == ("bfloat16" if weights == "bfloat16" else "float32")
+    assert prepared["embedding"]["table"].dtype == ("bfloat16" if weights == "bfloat16" else "float32")
     spec = search_spec(model.config, decoding, max_lengths=np.array([5, 5], np.int32), max_length=5)
     found = jax.device_get(search(prepared, jnp.asarray(src), spec, model=model, quantization=weights))
     log_probs = teacher_forced(translator, src, found.tokens[:, 0])

@@ -1,6 +1,7 @@
 """One position after the other: against the whole decoder at once, for one hypothesis and for those of a beam."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,22 +9,30 @@ import numpy as np
 import pytest
 from model_cases import CONFIGS, apply, every_config, model_and_inputs, to_jax
 
-from transformer_jax.model import incremental as decoding_step
-from transformer_jax.model.incremental import Int8Matrix, reorder_cache, resize_cache
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.cache import reorder_cache, resize_cache
+from transformer_jax.model.linear import Int8Matrix
+from transformer_jax.model.transformer import Transformer, prepare_for_decoding
 from transformer_jax.types import UserError
 
-decode_step = jax.jit(decoding_step.decode_step, static_argnames="config")
-decoder_weights = jax.jit(decoding_step.decoder_weights, static_argnames=("config", "int8"))
-init_cache = jax.jit(decoding_step.init_cache, static_argnames=("config", "max_length", "beam_size"))
+prepare = jax.jit(prepare_for_decoding, static_argnames=("config", "int8"))
 
 
-def prepared(config, params, src, *, rows=(0, 2), **options):
-    """Weights, memory, the source's mask, and an empty cache. Rows: a source, and an empty one."""
+@functools.partial(jax.jit, static_argnames="config")
+def decode_step(params, tokens, cache, *, config):
+    return Transformer(config).apply({"params": params}, tokens, cache, method="decode_step")
+
+
+@functools.partial(jax.jit, static_argnames=("config", "max_length", "beam_size"))
+def init_cache(params, memory, src_mask, *, config, **options):
+    return Transformer(config).apply({"params": params}, memory, src_mask, method="init_cache", **options)
+
+
+def prepared(config, params, src, *, rows=(0, 2), int8=False, **options):
+    """Prepared parameters, memory, the source's mask, and an empty cache. Rows: a source, and an empty one."""
     src = src[np.array(rows)]
     memory = apply(Transformer(config), params, src, method="encode")
     src_mask = jnp.asarray(src != config.pad_id)[:, None, None, :]
-    weights = decoder_weights(to_jax(params), config)
+    weights = prepare(to_jax(params), config, int8=int8)
     return weights, memory, src_mask, init_cache(weights, memory, src_mask, config=config, **options)
 
 
@@ -68,7 +77,7 @@ def test_the_source_is_kept_once_and_never_changes():
     for layer in cache.cross:
         assert layer.key.shape == (2 * size.num_heads, src.shape[1], size.d_k)
         assert layer.value.shape == (2 * size.num_heads, src.shape[1], size.d_v)
-    _, after = decoding_step.decode_step(weights, jnp.full((6,), 5, jnp.int32), cache, config=config)
+    _, after = decode_step.__wrapped__(weights, jnp.full((6,), 5, jnp.int32), cache, config=config)
     assert all(one is other for one, other in zip(*map(jax.tree.leaves, (cache.cross, after.cross)), strict=True))
 
 
@@ -86,12 +95,11 @@ def test_cache_in_bfloat16():
 @pytest.mark.parametrize("rows", [(0,), (0, 2)])
 def test_int8_is_near(rows):
     config, model, params, src, tgt_in = model_and_inputs("paper")
-    _, memory, src_mask, _ = prepared(config, params, src, rows=rows, max_length=4)
-    weights = decoder_weights(to_jax(params), config, int8=True)
-    assert all(
-        isinstance(part.matrix, Int8Matrix) for layer in weights.layers for part in layer if hasattr(part, "matrix")
-    )
-    cache = init_cache(weights, memory, src_mask, config=config, max_length=4)
+    weights, memory, src_mask, cache = prepared(config, params, src, rows=rows, int8=True, max_length=4)
+    leaves = jax.tree_util.tree_leaves_with_path(weights["decoder"], is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
+    kernels = [leaf for path, leaf in leaves if path[-1].key == "kernel"]
+    assert len(kernels) == 8 * config.num_layers
+    assert all(isinstance(kernel, Int8Matrix) for kernel in (*kernels, weights["logits_matrix"]))
     tokens = jnp.asarray(tgt_in[np.array(rows), 0])
     logits, _ = decode_step(weights, tokens, cache, config=config)
     expected = apply(model, params, tokens[:, None], memory, src_mask, method="decode")[:, 0]
@@ -113,7 +121,7 @@ def test_one_trace_for_all_steps_of_a_cache():
     @jax.jit
     def step(weights, tokens, cache):
         traces.append(tokens.shape)
-        return decoding_step.decode_step(weights, tokens, cache, config=config)
+        return decode_step.__wrapped__(weights, tokens, cache, config=config)
 
     weights, _, _, cache = prepared(config, params, src, rows=range(len(src)), max_length=4)
     for position in range(4):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.model.incremental import Int8Matrix, matmul, quantize
+from transformer_jax.model.linear import Int8Matrix, matmul, quantize
 
 
 def rounded(rows):

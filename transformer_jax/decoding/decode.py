@@ -18,17 +18,9 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.beam_search import beam_search
 from transformer_jax.decoding.sampling import sample
 from transformer_jax.decoding.search import SearchResult, SearchSpec, StepFn, greedy_search
-from transformer_jax.model.incremental import (
-    Cache,
-    DecoderWeights,
-    decode_step,
-    decoder_weights,
-    init_cache,
-    reorder_cache,
-    resize_cache,
-)
+from transformer_jax.model.cache import Cache, reorder_cache, resize_cache
 from transformer_jax.model.masks import padding_mask
-from transformer_jax.model.transformer import Transformer, abstract_params
+from transformer_jax.model.transformer import Transformer, abstract_params, prepare_for_decoding
 from transformer_jax.types import Params, UserError
 
 Quantization = Literal["none", "bfloat16", "int8"]
@@ -82,16 +74,8 @@ def _compute_config(config: ModelConfig, quantization: Quantization) -> ModelCon
     return dataclasses.replace(config, dtype="bfloat16") if quantization == "bfloat16" else config
 
 
-class Prepared(NamedTuple):
-    """A model's parameters in the layout that a search computes with."""
-
-    params: Params
-    """Parameters of the encoder."""
-    decoder: DecoderWeights
-
-
 @partial(jax.jit, static_argnames=("config", "quantization"))
-def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Prepared:
+def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Params:
     """Convert parameters to the layout that `search` uses. Convert once, then pass the result to every call.
 
     Args:
@@ -102,13 +86,12 @@ def prepare(params: Params, config: ModelConfig, quantization: Quantization = "n
     config = _compute_config(config, quantization)
     if quantization == "bfloat16":
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    encoder = {name: leaf for name, leaf in params.items() if name != "decoder"}
-    return Prepared(encoder, decoder_weights(params, config, int8=quantization == "int8"))
+    return prepare_for_decoding(params, config, int8=quantization == "int8")
 
 
 @partial(jax.jit, static_argnames=("model", "quantization", "sampling"))
 def search(
-    params: Params | Prepared | tuple[Prepared, ...],
+    params: Params | tuple[Params, ...],
     src: Int[Array, "b s"],
     spec: SearchSpec,
     *,
@@ -134,7 +117,8 @@ def search(
     """
     if isinstance(model, Transformer):
         model = (model,)
-        params = (params if isinstance(params, Prepared) else prepare(params, model[0].config, quantization),)
+        assert not isinstance(params, tuple)  # the caller's contract; for the type checker
+        params = (params if "logits_matrix" in params else prepare(params, model[0].config, quantization),)
     # The samples of a sentence share its memory but are independent rows; the hypotheses of a beam share a cache.
     beam_size, num_samples = (spec.beam_size, 1) if keys is None else (1, keys.shape[1])
     capacity = min((*spec.cache_sizes, spec.max_length))
@@ -166,17 +150,15 @@ def mean_of_probabilities(logits: Sequence[Float[Array, "rows v"]]) -> Float[Arr
 
 
 def _start(
-    prepared: Prepared, src: Int[Array, "b s"], config: ModelConfig, num_samples: int, cache_options: dict[str, int]
+    params: Params, src: Int[Array, "b s"], config: ModelConfig, num_samples: int, cache_options: dict[str, int]
 ) -> tuple[StepFn, Cache]:
     """Encode the sources, and return one model's step function and its empty cache for `num_samples` rows a source."""
+    apply: Any = partial(Transformer(config).apply, {"params": params})
     src_mask = padding_mask(src, config.pad_id)
-    memory: Array = Transformer(config).apply(  # type: ignore[assignment]  # a tuple only with mutable collections
-        {"params": prepared.params}, src, src_mask=src_mask, method="encode"
-    )
+    memory = apply(src, src_mask=src_mask, method="encode")
     if num_samples > 1:
         memory, src_mask = (jnp.repeat(leaf, num_samples, axis=0) for leaf in (memory, src_mask))
-    cache = init_cache(prepared.decoder, memory, src_mask, config=config, **cache_options)
-    return partial(decode_step, prepared.decoder, config=config), cache
+    return partial(apply, method="decode_step"), apply(memory, src_mask, method="init_cache", **cache_options)
 
 
 def _for_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ...], Any], tuple[Cache, ...]]:

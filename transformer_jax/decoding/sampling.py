@@ -100,7 +100,10 @@ def sample_tokens(
         logits: Logits of the next token.
         keys: One random key per row.
         sampling: Distribution to sample from.
-        forbidden, renormalize_logits, pad_id, forced: As in `top_k_tokens`.
+        forbidden: True for tokens that may not be generated.
+        renormalize_logits: Exclude forbidden tokens from the softmax; see `top_k_tokens`.
+        pad_id: Token id of padding, which is never generated.
+        forced: The only token that each row may generate; a negative value sets no constraint.
 
     Returns:
         log P of each token at temperature 1 and without truncation, -inf if no token may be generated; and its id.

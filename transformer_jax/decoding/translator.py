@@ -14,7 +14,7 @@ import numpy as np
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.decoding.decode import Member, Prepared, load_member, prepare, run_params, search, search_spec
+from transformer_jax.decoding.decode import Member, load_member, prepare, run_params, search, search_spec
 from transformer_jax.decoding.sampling import sample_keys
 from transformer_jax.decoding.search import SearchResult, SearchSpec
 from transformer_jax.model.positional import max_sequence_length
@@ -58,7 +58,7 @@ class Translator:
         self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
         for member in self.members:
             tokenizers.check_fits(member.config)
-        self._prepared: tuple[Params, tuple[Prepared, ...]] | None = None
+        self._prepared: tuple[Params, tuple[Params, ...]] | None = None
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -230,7 +230,7 @@ class Translator:
             prefix=prefix,
         )
 
-    def _prepare(self) -> tuple[Prepared, ...]:
+    def _prepare(self) -> tuple[Params, ...]:
         """Return the members' parameters in the layout of `search`, converted again only if `self.params` changed."""
         if self._prepared is None or self._prepared[0] is not self.params:
             quantization = self.config.decoding.quantization
@@ -306,7 +306,7 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _budget(decoding: DecodingConfig, prepared: Sequence[Prepared]) -> tuple[int, int]:
+def _budget(decoding: DecodingConfig, prepared: Sequence[Params]) -> tuple[int, int]:
     """Return the number of source tokens per batch and the number of batches to search at the same time.
 
     On a CPU one loop of many small operations does not keep all cores busy, but several loops do. Small batches stay in
@@ -315,7 +315,10 @@ def _budget(decoding: DecodingConfig, prepared: Sequence[Prepared]) -> tuple[int
     """
     if jax.default_backend() != "cpu":
         return decoding.batch_tokens, 1
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves([member.decoder for member in prepared]))
+    parts = [
+        value for member in prepared for name, value in member.items() if not name.startswith(("encoder", "source_"))
+    ]
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
     max_tokens = 1024 if decoding.beam_size == 1 and num_bytes > 100 * 10**6 else 512
     return min(decoding.batch_tokens, max_tokens), os.cpu_count() or 1
 

@@ -1,15 +1,17 @@
 """Attention (paper section 3.2)."""
 
 import math
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.initializers import Initialization, attention_initializer, xavier_uniform
+from transformer_jax.model.linear import Linear
 
 AttentionKernel = Literal["auto", "xla"]
 
@@ -108,6 +110,21 @@ def _fused_attention(
     return jnp.where(jnp.swapaxes(attends, 1, 2), output, 0)[:, :t]
 
 
+class KeysValues(NamedTuple):
+    """Keys and values that incremental decoding stores, with a leading axis of b * h heads.
+
+    There are three axes because XLA's CPU backend copies the complete cache at each position if there are four.
+    """
+
+    key: Float[Array, "heads n d_k"]
+    value: Float[Array, "heads n d_v"]
+
+
+def _by_head(x: Float[Array, "b n h d"]) -> Float[Array, "heads n d"]:
+    b, n, h, d = x.shape
+    return jnp.swapaxes(x, 1, 2).reshape(b * h, n, d)
+
+
 class MultiHeadAttention(nn.Module):
     """Concat(head_1, ..., head_h) W^O with head_i = Attention(Q W_i^Q, K W_i^K, V W_i^V) (paper section 3.2.2).
 
@@ -134,35 +151,21 @@ class MultiHeadAttention(nn.Module):
     param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
+        """Create the projections."""
         if None in (self.d_k, self.d_v) and self.d_model % self.num_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} does not divide d_model={self.d_model}. "
                 "Set num_heads to a divisor, or set d_k and d_v."
             )
-        d_k, d_v = (self.d_model // self.num_heads if size is None else size for size in (self.d_k, self.d_v))
-        qk_width, v_width = self.num_heads * d_k, self.num_heads * d_v
-
-        def projection(d_head: int) -> nn.DenseGeneral:
-            width, fused_width = self.num_heads * d_head, 2 * qk_width + v_width
-            init = attention_initializer(self.initialization, self.d_model, width, fused_width)
-            return nn.DenseGeneral(
-                (self.num_heads, d_head),
-                use_bias=self.use_bias,
-                kernel_init=init,
-                dtype=self.dtype,
-                param_dtype=self.param_dtype,
-            )
-
-        self.query, self.key, self.value = projection(d_k), projection(d_k), projection(d_v)
-        init = xavier_uniform(v_width, self.d_model)
-        self.output = nn.DenseGeneral(
-            self.d_model,
-            axis=(-2, -1),
-            use_bias=self.use_bias,
-            kernel_init=init,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-        )
+        h, (d_k, d_v) = self.num_heads, (size or self.d_model // self.num_heads for size in (self.d_k, self.d_v))
+        fused_width = h * (2 * d_k + d_v)
+        linear = partial(Linear, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
+        initializer = partial(attention_initializer, self.initialization, self.d_model, fused_width=fused_width)
+        self.query, self.key = (linear((h, d_k), initializer(h * d_k)) for _ in range(2))
+        self.value = linear((h, d_v), initializer(h * d_v))
+        self.output = linear((self.d_model,), xavier_uniform(h * d_v, self.d_model), num_inputs=2)
+        # The three as one product, for `attend_and_store`. It has no parameters while training.
+        self.query_key_value = linear((fused_width,), initializer(fused_width))
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(
@@ -203,3 +206,39 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "b h t s"]:
         """Return `attention_weights`, as a method so that `transformer.attention_maps` can capture its result."""
         return attention_weights(query, key, mask)
+
+    def keys_values(self, memory: Float[Array, "b s d_model"]) -> KeysValues:
+        """Return the keys and values of `memory` for `attend`."""
+        return KeysValues(_by_head(self.key(memory)), _by_head(self.value(memory)))
+
+    def attend(
+        self, x: Float[Array, "b t d_model"], past: KeysValues, mask: Bool[Array, "b 1 #t n"]
+    ) -> Float[Array, "b t d_model"]:
+        """Attend from `x` to stored keys and values, without dropout."""
+        return self._attend(_by_head(self.query(x)), past, mask)
+
+    def attend_and_store(
+        self, x: Float[Array, "b t d_model"], past: KeysValues, start: Int[Array, ""], mask: Bool[Array, "b 1 t n"]
+    ) -> tuple[Float[Array, "b t d_model"], KeysValues]:
+        """Store the keys and values of `x` in `past` from index `start`, attend to `past`, and return both results.
+
+        The parameters are those of `prepare_for_decoding`: one product computes queries, keys and values.
+        """
+        projected, width = self.query_key_value(x), self.num_heads * past.key.shape[2]
+        parts = jnp.split(projected, [width, 2 * width], axis=2)
+        query, key, value = (_by_head(part.reshape(*x.shape[:2], self.num_heads, -1)) for part in parts)
+        past = KeysValues(
+            jax.lax.dynamic_update_slice_in_dim(past.key, key, start, 1),
+            jax.lax.dynamic_update_slice_in_dim(past.value, value, start, 1),
+        )
+        return self._attend(query, past, mask), past
+
+    def _attend(
+        self, query: Float[Array, "heads t d_k"], past: KeysValues, mask: Bool[Array, "b 1 #t n"]
+    ) -> Float[Array, "b t d_model"]:
+        """Compute paper equation 1 and the output projection in the layout of `KeysValues`."""
+        dtype, (_, t, d_k) = jnp.promote_types(query.dtype, jnp.float32), query.shape
+        scores = jnp.einsum("htd,hnd->htn", query, past.key, preferred_element_type=dtype) / math.sqrt(d_k)
+        weights = masked_softmax(scores.reshape(len(mask), self.num_heads, t, -1), mask).astype(past.value.dtype)
+        y = jnp.einsum("htn,hnd->htd", weights.reshape(scores.shape), past.value)
+        return self.output(jnp.swapaxes(y.reshape(len(mask), self.num_heads, t, -1), 1, 2))

@@ -74,6 +74,7 @@ class Embedding(nn.Module):
     param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
+        """Create the table."""
         init = embedding_initializer(self.initialization, self.rows, self.d_model)
         self.table = self.param("table", init, (self.rows, self.d_model), jnp.dtype(self.param_dtype))
 

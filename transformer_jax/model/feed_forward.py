@@ -1,5 +1,6 @@
 """The position-wise feed-forward network (paper section 3.3)."""
 
+from functools import partial
 from typing import Literal
 
 import flax.linen as nn
@@ -7,6 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from transformer_jax.model.initializers import xavier_uniform
+from transformer_jax.model.linear import Linear
 
 Activation = Literal["relu", "gelu", "swish"]
 
@@ -37,9 +39,10 @@ class FeedForward(nn.Module):
     param_dtype: str = "float32"
 
     def setup(self) -> None:
+        """Create the two linear maps."""
         init = xavier_uniform(self.d_model, self.d_ff)  # equal for both kernels, whose fans are swapped
-        self.inner = nn.Dense(self.d_ff, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
-        self.outer = nn.Dense(self.d_model, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
+        linear = partial(Linear, kernel_init=init, dtype=self.dtype, param_dtype=self.param_dtype)
+        self.inner, self.outer = linear((self.d_ff,)), linear((self.d_model,))
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(self, x: Float[Array, "b t d_model"], *, deterministic: bool = True) -> Float[Array, "b t d_model"]:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import ModelConfig, StackSize
-from transformer_jax.model.attention import MultiHeadAttention
+from transformer_jax.model.attention import KeysValues, MultiHeadAttention
+from transformer_jax.model.cache import Cache
 from transformer_jax.model.feed_forward import FeedForward
 from transformer_jax.model.normalization import LayerNorm
 
@@ -48,44 +49,29 @@ def make_norm(config: ModelConfig) -> LayerNorm:
     return LayerNorm(config.norm_epsilon, config.norm_variant, config.param_dtype)
 
 
-def residual(
-    x: Float[Array, "..."],
-    sublayer: Callable[[Float[Array, "..."]], Float[Array, "..."]],
-    norm: Callable[[Float[Array, "..."]], Float[Array, "..."]],
-    norm_position: Literal["post", "pre"],
-    dropout: Callable[[Float[Array, "..."]], Float[Array, "..."]] = lambda y: y,
-) -> Float[Array, "..."]:
-    """Apply a sub-layer with its residual connection, LayerNorm and dropout.
-
-        post    LayerNorm(x + Dropout(Sublayer(x)))    paper sections 3.1 and 5.4
-        pre     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
-
-    Training (`SublayerConnection`) and incremental decoding (`model.incremental`) both call this function.
-    """
-    if norm_position == "pre":
-        return x + dropout(sublayer(norm(x)))
-    return norm(x + dropout(sublayer(x)))
+Sublayer = Callable[[Float[Array, "b t d_model"]], Float[Array, "b t d_model"]]
 
 
 class SublayerConnection(nn.Module):
-    """Apply sub-layers with residual connections, dropout and normalization, as `residual` defines."""
+    """Apply a sub-layer with its residual connection, LayerNorm and dropout.
+
+    post    LayerNorm(x + Dropout(Sublayer(x)))    paper sections 3.1 and 5.4
+    pre     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
+    """
 
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the dropout."""
         self.dropout = nn.Dropout(self.config.residual_dropout)
 
     def __call__(
-        self,
-        x: Float[Array, "b t d_model"],
-        sublayer: Callable[[Float[Array, "b t d_model"]], Float[Array, "b t d_model"]],
-        norm: LayerNorm,
-        deterministic: bool,
+        self, x: Float[Array, "b t d_model"], sublayer: Sublayer, norm: LayerNorm, deterministic: bool
     ) -> Float[Array, "b t d_model"]:
-        """Apply a sub-layer with its residual connection."""
-        return residual(
-            x, sublayer, norm, self.config.norm_position, lambda y: self.dropout(y, deterministic=deterministic)
-        )
+        """Apply a sub-layer; `config.norm_position` selects the formula."""
+        if self.config.norm_position == "pre":
+            return x + self.dropout(sublayer(norm(x)), deterministic=deterministic)
+        return norm(x + self.dropout(sublayer(x), deterministic=deterministic))
 
 
 class EncoderLayer(nn.Module):
@@ -94,6 +80,7 @@ class EncoderLayer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the sub-layers and their norms."""
         config = self.config
         self.connection = SublayerConnection(config)
         self.self_attention = make_attention(config, config.encoder)
@@ -131,6 +118,7 @@ class DecoderLayer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the sub-layers and their norms."""
         config = self.config
         self.connection = SublayerConnection(config)
         self.self_attention = make_attention(config, config.decoder)
@@ -165,6 +153,49 @@ class DecoderLayer(nn.Module):
         def attend_to_memory(y: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
             return self.cross_attention(y, memory, src_mask, deterministic=deterministic)
 
+        return self._connect(x, attend_to_target, attend_to_memory, deterministic)
+
+    def step(
+        self,
+        x: Float[Array, "b k d_model"],
+        past: KeysValues,
+        cross: KeysValues,
+        position: Int[Array, ""],
+        tgt_mask: Bool[Array, "b 1 k n"],
+        src_mask: Bool[Array, "b 1 1 s"],
+    ) -> tuple[Float[Array, "b k d_model"], KeysValues]:
+        """Apply the layer to one position of k hypotheses.
+
+        Args:
+            x: Output of the layer below.
+            past: Keys and values of this layer's self-attention; see `Cache`.
+            cross: Keys and values of the encoder's output.
+            position: The position, from 0.
+            tgt_mask: Which entries of `past` each hypothesis may attend to.
+            src_mask: Which source positions may be attended to.
+
+        Returns:
+            The output, and `past` with the keys and values of this position.
+        """
+
+        def attend_to_target(y: Float[Array, "b k d_model"]) -> Float[Array, "b k d_model"]:
+            nonlocal past
+            y, past = self.self_attention.attend_and_store(y, past, position * y.shape[1], tgt_mask)
+            return y
+
+        def attend_to_memory(y: Float[Array, "b k d_model"]) -> Float[Array, "b k d_model"]:
+            return self.cross_attention.attend(y, cross, src_mask)
+
+        return self._connect(x, attend_to_target, attend_to_memory, True), past
+
+    def _connect(
+        self,
+        x: Float[Array, "b t d_model"],
+        attend_to_target: Sublayer,
+        attend_to_memory: Sublayer,
+        deterministic: bool,
+    ) -> Float[Array, "b t d_model"]:
+        """Apply the three sub-layers in the order of Figure 1."""
         x = self.connection(x, attend_to_target, self.self_attention_norm, deterministic)
         x = self.connection(x, attend_to_memory, self.cross_attention_norm, deterministic)
         return self.connection(
@@ -224,6 +255,7 @@ class Encoder(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the layers."""
         self.layer = [EncoderLayer(self.config) for _ in range(self.config.encoder.num_layers)]
         if self.config.final_norm:
             self.final_norm = make_norm(self.config)
@@ -246,6 +278,7 @@ class Decoder(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the layers."""
         self.layer = [DecoderLayer(self.config) for _ in range(self.config.decoder.num_layers)]
         if self.config.final_norm:
             self.final_norm = make_norm(self.config)
@@ -262,3 +295,17 @@ class Decoder(nn.Module):
         """Map the embedded target, all positions at once, to the hidden states that logits are computed from."""
         x = _run_stack(self, x, (memory, tgt_mask, src_mask), deterministic)
         return self.final_norm(x) if self.config.final_norm else x
+
+    def step(
+        self, x: Float[Array, "b k d_model"], cache: Cache, tgt_mask: Bool[Array, "b 1 k n"]
+    ) -> tuple[Float[Array, "b k d_model"], tuple[KeysValues, ...]]:
+        """Apply the layers to one position of k hypotheses, and return `cache.past` with its keys and values."""
+        new = []
+        for layer, past, cross in zip(self.layer, cache.past, cache.cross, strict=True):
+            x, past = layer.step(x, past, cross, cache.position, tgt_mask, cache.src_mask)
+            new.append(past)
+        return self.final_norm(x) if self.config.final_norm else x, tuple(new)
+
+    def cross_keys_values(self, memory: Float[Array, "b s d_model"]) -> tuple[KeysValues, ...]:
+        """Return the keys and values of the encoder's output for each layer's cross-attention."""
+        return tuple(layer.cross_attention.keys_values(memory) for layer in self.layer)

@@ -112,6 +112,7 @@ class LearnedPositions(nn.Module):
     param_dtype: DTypeLike = "float32"
 
     def setup(self) -> None:
+        """Create the table."""
         init, shape = normal(self.d_model**-0.5), (self.max_length, self.d_model)
         self.table = self.param("table", init, shape, jnp.dtype(self.param_dtype))
 

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import ModelConfig
+from transformer_jax.model.attention import KeysValues
+from transformer_jax.model.cache import Cache
 from transformer_jax.model.embedding import Embedding, Unembedding, mask_start, unembed
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
+from transformer_jax.model.linear import concatenate_linear_maps, matmul, prepare_linear_maps, quantize
 from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
 from transformer_jax.model.positional import LearnedPositions, position_vectors, segment_positions
 from transformer_jax.types import Params, UserError
@@ -32,6 +35,11 @@ class Transformer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Create the embeddings and the two stacks.
+
+        Raises:
+            UserError: The configuration needs float64, which jax has disabled.
+        """
         config = self.config
         has_float64 = jnp.result_type(float) == jnp.float64
         if "float64" in (config.dtype, config.param_dtype) and not has_float64:
@@ -173,6 +181,66 @@ class Transformer(nn.Module):
         x = self.dropout(x, deterministic=deterministic)
         return self.decoder(x, memory, tgt_mask, src_mask, deterministic=deterministic)
 
+    def init_cache(
+        self,
+        memory: Float[Array, "b s d_model"],
+        src_mask: Bool[Array, "b 1 1 s"],
+        *,
+        max_length: int,
+        beam_size: int = 1,
+        capacity: int | None = None,
+    ) -> Cache:
+        """Return an empty cache for k hypotheses of each sentence, with the keys and values of `memory`.
+
+        Args:
+            memory: Output of the encoder.
+            src_mask: Which source positions may be attended to.
+            max_length: Number of positions that will be decoded.
+            beam_size: k, the number of hypotheses of each sentence.
+            capacity: Number of positions to allocate before the cache is resized; None: `max_length`.
+
+        Raises:
+            UserError: `max_length` exceeds the learned position table.
+        """
+        self._positions("target", max_length)  # raises here, and not when a loop is compiled
+        size, b, capacity = self.config.decoder, len(memory), capacity or max_length
+        key, value = (
+            jnp.zeros((b * size.num_heads, capacity * beam_size, width), memory.dtype) for width in (size.d_k, size.d_v)
+        )
+        return Cache(
+            position=jnp.zeros((), jnp.int32),
+            past=(KeysValues(key, value),) * size.num_layers,
+            ancestry=jnp.full((b, beam_size, capacity), -1, jnp.int32),
+            cross=self.decoder.cross_keys_values(memory),
+            src_mask=src_mask,
+        )
+
+    def decode_step(self, tokens: Int[Array, " rows"], cache: Cache) -> tuple[Float[Array, "rows v"], Cache]:
+        """Decode one position: read one token per row, and return the logits of the next token and the next cache.
+
+        The first call reads the start token. Logits are at least float32. The position is a traced value, so decoding
+        beyond the cache's capacity is not detected. The parameters are the result of `prepare_for_decoding`.
+
+        Args:
+            tokens: The last token of each of b * k rows: row i is hypothesis i % k of sentence i // k.
+            cache: The result of `init_cache` or of the previous step.
+        """
+        b, k, capacity = cache.ancestry.shape
+        x = self._embed_target(tokens.reshape(b, k), cache.position[None, None])
+        x += jax.lax.dynamic_slice_in_dim(self._positions("target", capacity), cache.position, 1, axis=1)
+
+        own = jnp.arange(k, dtype=jnp.int32)
+        written = jnp.broadcast_to(own[None, :, None], (b, k, 1))
+        ancestry = jax.lax.dynamic_update_slice_in_dim(cache.ancestry, written, cache.position, 2)
+        tgt_mask = (ancestry[:, :, :, None] == own[None, None, None]).reshape(b, 1, k, capacity * k)
+
+        x, past = self.decoder.step(x, cache, tgt_mask)
+        x = x.reshape(b * k, -1)
+        logits = matmul(x, self.get_variable("params", "logits_matrix"), jnp.promote_types(x.dtype, jnp.float32))
+        if self.config.logits_bias:
+            logits += self.logits_bias.astype(logits.dtype)[None]
+        return logits, cache._replace(position=cache.position + 1, past=past, ancestry=ancestry)
+
     def _make_embedding(self, rows: int) -> Embedding:
         config = self.config
         return Embedding(
@@ -189,7 +257,7 @@ class Transformer(nn.Module):
     def _target_table(self) -> Embedding:
         return self.embedding if self.config.tie_embeddings == "all" else self.target_embedding
 
-    def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "#b t"]) -> Float[Array, "b t d_model"]:
+    def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "#b #t"]) -> Float[Array, "b t d_model"]:
         x = self._target_table()(tokens)
         if self.config.decoder_start == "zeros":
             return mask_start(x, positions)
@@ -226,6 +294,7 @@ class OutputProjection(nn.Module):
     param_dtype: str = "float32"
 
     def setup(self) -> None:
+        """Create the kernel."""
         init = xavier_uniform(self.d_model, self.vocab_size)
         self.kernel = self.param("kernel", init, (self.d_model, self.vocab_size), jnp.dtype(self.param_dtype))
 
@@ -249,6 +318,34 @@ def attention_maps(
     _, state = model.apply({"params": params}, src, tgt_in, capture_intermediates=lambda _, method: method == "weights")
     paths = jax.tree_util.tree_flatten_with_path(state["intermediates"], is_leaf=lambda x: isinstance(x, tuple))[0]
     return {jax.tree_util.keystr(path[:-1], simple=True, separator="/"): values[0] for path, values in paths}
+
+
+def prepare_for_decoding(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
+    """Return the parameters in the layout and dtypes that `Transformer.decode_step` computes with.
+
+    Args:
+        params: The model's parameters.
+        config: The model.
+        int8: Round the matrices of the decoder and of the logits to 8 bits (`quantize`). Embeddings, norms, biases and
+            the encoder stay unchanged.
+
+    Returns:
+        The parameters with converted kernels in the decoder; the queries, keys and values of a self-attention have one
+        kernel. `logits_matrix` maps hidden states to logits, with the vocabulary last.
+    """
+    decoder = {}
+    for name, layer in params["decoder"].items():
+        decoder[name] = layer
+        if name != "final_norm":
+            attention = layer["self_attention"]
+            fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
+            decoder[name] = layer | {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
+    table = params["embedding" if config.tie_embeddings == "all" else "target_embedding"]["table"]
+    matrix = params["output_projection"]["kernel"] if config.tie_embeddings == "none" else table.T
+    return params | {
+        "decoder": prepare_linear_maps(decoder, config.dtype, int8=int8),
+        "logits_matrix": quantize(matrix) if int8 else matrix.astype(config.dtype),
+    }
 
 
 def count_parameters(config: ModelConfig) -> int:
