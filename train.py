@@ -1,8 +1,8 @@
-"""Trains a Transformer.
+"""Train a Transformer.
 
-python train.py                                     spelled-out numbers, made here: two minutes on a CPU
-python train.py configs/multi30k_en_de.py:bpe10k    a recipe; the same command again goes on with the run
-python train.py configs/numbers.py --help           every field of a recipe, each of which is a flag
+python train.py                                     generated spelled-out numbers: two minutes on a CPU
+python train.py configs/multi30k_en_de.py:bpe10k    a recipe; repeating the command resumes the run
+python train.py configs/numbers.py --help           the flags, one for each field of a recipe
 """
 
 import sys

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -35,11 +34,8 @@ GERMAN = ("ein", "der", "rot", "blau", "hund", "katze", "haus", "baum", "rennt",
 def write_tiny_corpus(folder: Path, train: int = 200, valid: int = 8, test: int = 12) -> None:
     """Write an English-German corpus of two- to six-word sentences, translated word for word.
 
-    Args:
-        folder: Directory to create, with the files `train.en`, `train.de`, and likewise for `valid` and `test`.
-        train: Number of training pairs.
-        valid: Number of validation pairs.
-        test: Number of test pairs.
+    The new directory gets the files `train.en`, `train.de`, and likewise for `valid` and `test`, of the given numbers
+    of pairs.
     """
     rng = random.Random(0)
     folder.mkdir(parents=True)
@@ -50,27 +46,27 @@ def write_tiny_corpus(folder: Path, train: int = 200, valid: int = 8, test: int 
             (folder / f"{split}.{language}").write_text(lines, encoding="utf-8")
 
 
-def tiny_config(directory: Path, **training: Any) -> Config:
-    """Return the configuration of a one-layer model that trains for four steps on a text corpus.
+def tiny_config(directory: Path, **training: object) -> Config:
+    """Return the configuration of a one-layer model that trains for four steps on a corpus of `write_tiny_corpus`.
 
-    Args:
-        directory: Directory of the corpus, as `write_tiny_corpus` writes it.
-        **training: Fields of `TrainingConfig` that replace the defaults chosen here.
+    `training` replaces fields of the section `training`.
     """
-    defaults: dict[str, Any] = {
-        "num_steps": 4,
-        "log_every": 1,
-        "validate_every": 4,
-        "checkpoint_every": 2,
-        "valid_sentences": 2,
-    }
-    defaults |= {"num_samples": 1, "schedule": "constant", "warmup_steps": 1, "peak_learning_rate": 1e-2}
     return Config(
         model=ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32),
         data=DataConfig(source="text", directory=str(directory), batch_tokens=600, max_length=100, max_shapes=1),
-        training=TrainingConfig(**(defaults | training)),
+        training=TrainingConfig(
+            num_steps=4,
+            schedule="constant",
+            warmup_steps=1,
+            peak_learning_rate=1e-2,
+            log_every=1,
+            validate_every=4,
+            checkpoint_every=2,
+            valid_sentences=2,
+            num_samples=1,
+        ),
         decoding=DecodingConfig(beam_size=1, max_length_offset=3),
-    )
+    ).with_changes(training=training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +96,7 @@ class TinyRun:
 
 
 def train_tiny_run(folder: Path) -> TinyRun:
-    """Write a corpus into a directory and train a run of four steps on it, in a few seconds.
-
-    Args:
-        folder: Directory in which `corpus/` and `runs/tiny/` are created.
-    """
+    """Write a corpus to `corpus/` in a directory, and train a run of four steps in its `runs/tiny/` within seconds."""
     write_tiny_corpus(folder / "corpus")
     with log_lines() as lines:
         run.train(tiny_config(folder / "corpus"), folder / "runs" / "tiny")
@@ -129,14 +121,7 @@ def log_lines() -> Iterator[list[str]]:
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 6, vocab_size: int = 16) -> Batch:
-    """Return random sentence pairs of random lengths, padded, with the default special ids.
-
-    Args:
-        seed: The same seed gives the same batch.
-        rows: Number of sentence pairs.
-        length: Number of positions of each side, EOS included.
-        vocab_size: Token ids are below this number.
-    """
+    """Return random sentence pairs of random lengths, padded to `length` positions, with the default special ids."""
     rng = np.random.default_rng(seed)
     src, tgt = np.full((2, rows, length), PAD_ID, np.int32)
     for side in (src, tgt):
@@ -162,12 +147,5 @@ def assert_trees_identical(actual: Params, expected: Params) -> None:
 
 
 def assert_trees_close(actual: Params, expected: Params, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Assert that two pytrees of arrays have the same structure and are equal within a tolerance.
-
-    Args:
-        actual: Tree to check.
-        expected: Tree to compare with.
-        rtol: Relative tolerance of each element.
-        atol: Absolute tolerance of each element.
-    """
+    """Assert that two pytrees of arrays have the same structure and are equal within a tolerance per element."""
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.array(a), np.array(b), rtol, atol), actual, expected)

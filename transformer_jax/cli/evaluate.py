@@ -27,13 +27,13 @@ class Evaluate:
     reference: Path | None = None
     """Translations of --source, line by line."""
     split: Literal["test", "valid", "train"] | None = None
-    """Split of the run's corpus. None takes test, or valid for a sweep."""
+    """Split of the run's corpus. None uses test, or valid for a sweep."""
     tokenize: str | None = None
-    """sacreBLEU's tokenization of the first BLEU. None takes 13a, or none for a corpus that is already tokenized."""
+    """sacreBLEU's tokenization of the first BLEU. None uses 13a, or none for a corpus that is already tokenized."""
     lowercase: bool = False
     """Lowercase the text for the first BLEU."""
     language: str | None = None
-    """Two-letter code of the language of Moses' tokenizer. None takes data.target_language of the run."""
+    """Two-letter code of the language of Moses' tokenizer. None uses data.target_language of the run."""
     output: Path | None = None
     """File for the translations of one run, a line each, detokenized if the corpus is tokenized."""
     ensemble: tuple[Path, ...] = ()
@@ -103,7 +103,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Score:
-    """Print the log-probability that a run gives to each of the given translations."""
+    """Print the log-probability that a run assigns to each translation of a file."""
 
     run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
@@ -136,7 +136,7 @@ class Average:
     run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder of the run."""
     last: int | None = None
-    """Number of last checkpoints. None takes 5 if no other flag selects checkpoints."""
+    """Number of last checkpoints. None uses 5 if no other flag selects checkpoints."""
     minutes: float | None = None
     """Minutes before the last checkpoint in which the averaged ones were written. The paper wrote one every 10."""
     steps: tuple[int, ...] = ()

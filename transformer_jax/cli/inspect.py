@@ -71,7 +71,7 @@ class Params:
     """Count the parameters of a recipe, and the cost of training it."""
 
     config: Annotated[Positional[str], arg(metavar="CONFIG")] = ""
-    """Recipe: FILE or FILE:NAME. A file of several recipes counts all of them. Empty takes the built-in recipe."""
+    """Recipe: FILE or FILE:NAME. A file of several recipes counts all of them. Empty uses the built-in recipe."""
     vocab_size: int | None = None
     """Vocabulary size instead of the recipe's."""
     flops: bool = False

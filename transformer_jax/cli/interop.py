@@ -12,7 +12,7 @@ from transformer_jax.types import UserError
 
 @dataclass(frozen=True)
 class Import:
-    """Make a run of a model of another library."""
+    """Make a run from a model of another library."""
 
     path: Annotated[Positional[Path], arg(metavar="PATH")]
     """File or folder of the model."""
@@ -88,9 +88,9 @@ class Compare:
     against: Literal["torch", "annotated", "fairseq", "marian"]
     """Library to compare with."""
     path: Annotated[Positional[Path | None], arg(metavar="PATH")] = None
-    """State dict, or model folder of that library. None takes random weights."""
+    """State dict, or model folder of that library. None compares random weights."""
     config: str | None = None
-    """Recipe (FILE or FILE:NAME) or config.json of a run. None takes a small model."""
+    """Recipe (FILE or FILE:NAME) or config.json of a run. None proposes one from PATH, or uses a small model."""
     model: Annotated[ModelFlags, arg(name="")] = field(default_factory=ModelFlags)
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of both sides."""

@@ -113,7 +113,7 @@ def _overrides(
     Args:
         cls: Section of the configuration. Unless `fields` selects some, its constructor checks the values.
         name: Name of the new dataclass.
-        fields: Fields that have flags. Empty takes all fields.
+        fields: Fields that have flags. Empty uses all fields.
         default: Description of the default in help texts.
         pairs: Whether a field of type bool becomes two flags, `--field` and `--no-field`, instead of one with a value.
     """
