@@ -11,6 +11,7 @@ from search_cases import EOS, PAD, UNK, Model, penalty, quick_jit, spec
 from transformer_jax.config import Sampling
 from transformer_jax.decoding.sampling import sample, sample_tokens
 from transformer_jax.decoding.search import SearchResult, greedy_search
+from transformer_jax.decoding.top_k import Constraints
 from transformer_jax.types import UserError
 
 SAMPLINGS = [
@@ -57,8 +58,8 @@ def test_frequencies_are_the_probabilities(sampling, renormalize_logits):
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
     count, forbidden = 5_000, (PAD, 5)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12))
-    options = {"forbidden": among(12, 5), "pad_id": PAD, "renormalize_logits": renormalize_logits}
-    draw = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, **options))
+    constraints = Constraints(among(12, 5), PAD, renormalize_logits)
+    draw = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, constraints))
     log_probs, drawn = jax.device_get(draw(keys(0, count)))
     model_log_probs = logits - np.log(np.exp(np.delete(logits, 5) if renormalize_logits else logits).sum())
     np.testing.assert_allclose(log_probs, model_log_probs[drawn], rtol=1e-4)
@@ -89,7 +90,7 @@ def test_what_may_be_drawn_is_what_hugging_face_leaves(sampling):
     # And the function itself draws all of these and no other.
     count = 100
     rows = jnp.repeat(jnp.asarray(logits), count, axis=0)
-    drawn = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, forbidden=among(30), pad_id=PAD)[1])(
+    drawn = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, Constraints(among(30), PAD))[1])(
         keys(1, 40 * count)
     )
     assert np.all(expected[np.repeat(np.arange(40), count), drawn] > 0)
@@ -99,15 +100,15 @@ def test_impossible_and_forced_tokens():
     logits = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [-jnp.inf] * 3])
     forced = jnp.array([2, -1, -1])
     for renormalize_logits in (False, True):  # the forced one is as probable as among all tokens
-        options = {"forbidden": among(3, 1, 2), "pad_id": 0, "renormalize_logits": renormalize_logits}
-        log_probs, drawn = sample_tokens(logits, keys(0, 3), Sampling(), forced=forced, **options)
+        constraints = Constraints(among(3, 1, 2), 0, renormalize_logits, forced)
+        log_probs, drawn = sample_tokens(logits, keys(0, 3), Sampling(), constraints)
         assert drawn[0] == 2
         assert log_probs[0] == pytest.approx(3 - math.log(math.e + math.e**2 + math.e**3), rel=1e-5)
         assert log_probs[1] == log_probs[2] == -jnp.inf
     for temperature in (1e-6, 1e6):
         values = jnp.array([[-90.0, -30.0, -60.0, 90.0]])
         sampling = Sampling(temperature=temperature, top_k=2)
-        log_probs, drawn = sample_tokens(values, keys(0, 1), sampling, forbidden=among(4), pad_id=3)
+        log_probs, drawn = sample_tokens(values, keys(0, 1), sampling, Constraints(among(4), 3))
         assert np.isfinite(log_probs).all()
         assert drawn[0] in (1, 2)
 

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.decoding.top_k import top_k, top_k_tokens
+from transformer_jax.decoding.top_k import Constraints, top_k, top_k_tokens
 
 
 def best_tokens(logits, k, pad, forbidden_ids=(), **options):
     """`top_k_tokens` with the forbidden ids as a list."""
     forbidden = jnp.isin(jnp.arange(logits.shape[1]), jnp.array(forbidden_ids, jnp.int32))
-    return top_k_tokens(logits, k, forbidden=forbidden, pad_id=pad, **options)
+    return top_k_tokens(logits, k, Constraints(forbidden, pad, **options))
 
 
 @pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])

@@ -193,14 +193,10 @@ def _continue_live(
     """Return the 2k best continuations of the live hypotheses of each sentence."""
     (b, k), v = live.scores.shape, logits.shape[1]
     n = min(2 * k, v)  # no more continuations of one hypothesis can be among the 2k best of all
-    next_log_probs, ids = top_k_tokens(
-        logits,
-        n,
-        forbidden=spec.forbidden(step, v),
-        renormalize_logits=spec.renormalize_logits or rule.renormalize_logits,
-        pad_id=spec.pad_id,
-        forced=spec.forced_tokens(step, k),
-    )
+    constraints = spec.constraints(step, v, k)
+    if rule.renormalize_logits:
+        constraints = constraints._replace(renormalize_logits=True)
+    next_log_probs, ids = top_k_tokens(logits, n, constraints)
     log_probs = live.log_probs[:, :, None] + next_log_probs.reshape(b, k, n)
     log_probs, index = top_k(log_probs.reshape(b, k * n), 2 * k)
     parents, tokens = index // n, jnp.take_along_axis(ids.reshape(b, k * n), index, axis=1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.config import Sampling
 from transformer_jax.decoding.search import (
@@ -19,7 +19,7 @@ from transformer_jax.decoding.search import (
     keep_state,
     search_without_beam,
 )
-from transformer_jax.decoding.top_k import mask_logits, token_log_probs
+from transformer_jax.decoding.top_k import Constraints, mask_logits, token_log_probs
 
 
 def sample(
@@ -55,15 +55,8 @@ def sample(
     )
 
     def choose(logits: Array, step: Array) -> tuple[Array, Array]:
-        return sample_tokens(
-            logits,
-            jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step),
-            sampling,
-            forbidden=spec.forbidden(step, logits.shape[1]),
-            renormalize_logits=spec.renormalize_logits,
-            pad_id=spec.pad_id,
-            forced=spec.forced_tokens(step),
-        )
+        step_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, step)
+        return sample_tokens(logits, step_keys, sampling, spec.constraints(step, logits.shape[1]))
 
     samples = search_without_beam(step_fn, state, spec, choose, resize_fn)
     return best_hypotheses(jax.tree.map(lambda leaf: leaf.reshape(b, n, *leaf.shape[2:]), samples), n)
@@ -88,11 +81,7 @@ def sample_tokens(
     logits: Float[Array, "rows v"],
     keys: Key[Array, " rows"],
     sampling: Sampling,
-    *,
-    forbidden: Bool[Array, " v"],
-    renormalize_logits: bool = False,
-    pad_id: int,
-    forced: Int[Array, " rows"] | None = None,
+    constraints: Constraints,
 ) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
     """Sample one token per row.
 
@@ -100,16 +89,13 @@ def sample_tokens(
         logits: Logits of the next token.
         keys: One random key per row.
         sampling: Distribution to sample from.
-        forbidden: True for tokens that may not be generated.
-        renormalize_logits: Exclude forbidden tokens from the softmax; see `top_k_tokens`.
-        pad_id: Token id of padding, which is never generated.
-        forced: The only token that each row may generate; a negative value sets no constraint.
+        constraints: Which tokens may be generated.
 
     Returns:
         log P of each token at temperature 1 and without truncation, -inf if no token may be generated; and its id.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    masked, normalizer = mask_logits(logits, forbidden, renormalize_logits=renormalize_logits, pad_id=pad_id)
+    masked, normalizer = mask_logits(logits, constraints)
     ids, values = None, masked / sampling.temperature
     if sampling.top_k or sampling.top_p < 1:
         values, ids = jax.lax.top_k(values, min(sampling.top_k or values.shape[1], values.shape[1]))
@@ -120,6 +106,7 @@ def sample_tokens(
     tokens = index if ids is None else jnp.take_along_axis(ids, index, axis=1)
     token_logits = jnp.take_along_axis(masked, tokens, axis=1)
     log_probs = jnp.where(token_logits == -jnp.inf, -jnp.inf, token_logits - normalizer)[:, 0]
+    forced = constraints.forced
     if forced is None:
         return log_probs, tokens[:, 0]
     is_forced = forced >= 0

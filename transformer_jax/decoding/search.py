@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from transformer_jax.decoding.top_k import top_k_tokens
+from transformer_jax.decoding.top_k import Constraints, top_k_tokens
 
 LengthPenalty = Literal["gnmt", "power", "none"]
 Stopping = Literal["paper", "huggingface", "ctranslate2"]
@@ -120,20 +120,17 @@ class SearchSpec:
         """Return log-probability / length penalty, in the dtype of the log-probabilities."""
         return log_probs / length_penalty(self.length_penalty, lengths, self.alpha).astype(log_probs.dtype)
 
-    def forbidden(self, step: Int[Array, ""], v: int) -> Bool[Array, " v"]:
-        """Return which of v tokens may not be generated at this step; padding only if it is in `forbidden_ids`."""
-        forbidden = np.zeros(v, bool)
-        forbidden[list(self.forbidden_ids)] = True
-        if self.min_length == 0:
-            return jnp.asarray(forbidden)
-        return forbidden | ((np.arange(v) == self.eos_id) & (step < self.min_length))
-
-    def forced_tokens(self, step: Int[Array, ""], k: int = 1) -> Int[Array, " rows"] | None:
-        """Return the prefix token of each sentence at this step, once for each of k hypotheses; -1 if there is none."""
-        if self.prefix is None:
-            return None
-        tokens = jnp.take(self.prefix, step, axis=1, mode="fill", fill_value=-1)
-        return jnp.repeat(tokens, k, total_repeat_length=len(self.prefix) * k)
+    def constraints(self, step: Int[Array, ""], v: int, k: int = 1) -> Constraints:
+        """Return which of v tokens each of k hypotheses of each sentence may generate at this step."""
+        ids = np.arange(v)
+        forbidden = jnp.asarray(np.isin(ids, self.forbidden_ids))
+        if self.min_length:
+            forbidden |= (ids == self.eos_id) & (step < self.min_length)
+        forced = None
+        if self.prefix is not None:
+            tokens = jnp.take(self.prefix, step, axis=1, mode="fill", fill_value=-1)
+            forced = jnp.repeat(tokens, k, total_repeat_length=len(self.prefix) * k)
+        return Constraints(forbidden, self.pad_id, self.renormalize_logits, forced)
 
 
 class SearchResult(NamedTuple):
@@ -219,14 +216,7 @@ def greedy_search(step_fn: StepFn, state: State, spec: SearchSpec, *, resize_fn:
     """
 
     def choose(logits: Array, step: Array) -> tuple[Array, Array]:
-        log_probs, ids = top_k_tokens(
-            logits,
-            1,
-            forbidden=spec.forbidden(step, logits.shape[1]),
-            renormalize_logits=spec.renormalize_logits,
-            pad_id=spec.pad_id,
-            forced=spec.forced_tokens(step),
-        )
+        log_probs, ids = top_k_tokens(logits, 1, spec.constraints(step, logits.shape[1]))
         return log_probs[:, 0], ids[:, 0]
 
     return search_without_beam(step_fn, state, spec, choose, resize_fn)

@@ -1,6 +1,7 @@
 """Top-k next tokens of each row, without sorting the vocabulary or materializing its log-probabilities."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +10,22 @@ from jaxtyping import Array, Bool, Float, Int
 _BLOCK = 64  # vocabulary entries per block in `_top_k_by_blocks`; 32 to 256 are about equally fast
 
 
+class Constraints(NamedTuple):
+    """Which tokens a search may generate at one step."""
+
+    forbidden: Bool[Array, " v"]
+    """True for tokens that may not be generated."""
+    pad_id: int
+    """Token id of padding, which is never generated. With `renormalize_logits`, padding is excluded from the softmax
+    only if `forbidden` includes it."""
+    renormalize_logits: bool = False
+    """Exclude forbidden tokens from the softmax, instead of masking them after it."""
+    forced: Int[Array, " rows"] | None = None
+    """The only token that each row may generate, even if it is forbidden. A negative value sets no constraint."""
+
+
 def top_k_tokens(
-    logits: Float[Array, "rows v"],
-    k: int,
-    *,
-    forbidden: Bool[Array, " v"],
-    renormalize_logits: bool = False,
-    pad_id: int,
-    forced: Int[Array, " rows"] | None = None,
+    logits: Float[Array, "rows v"], k: int, constraints: Constraints
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
     """Return log P and ids of the k most probable next tokens of each row, best first.
 
@@ -26,17 +35,14 @@ def top_k_tokens(
     Args:
         logits: Logits of the next token.
         k: Number of tokens to return, at most v.
-        forbidden: True for tokens that may not be generated.
-        renormalize_logits: Exclude forbidden tokens from the softmax, instead of masking them after it.
-        pad_id: Token id of padding, which is never generated. With `renormalize_logits`, padding is excluded from the
-            softmax only if `forbidden` includes it.
-        forced: The only token that each row may generate, even if it is forbidden. A negative value sets no constraint.
+        constraints: Which tokens may be generated.
 
     Returns:
         Log-probabilities in at least float32, and token ids.
     """
+    forced = constraints.forced
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    masked, normalizer = mask_logits(logits, forbidden, renormalize_logits=renormalize_logits, pad_id=pad_id)
+    masked, normalizer = mask_logits(logits, constraints)
     values, ids = top_k(masked, k)
     log_probs = jnp.where(values == -jnp.inf, -jnp.inf, values - normalizer)  # -inf - -inf would be NaN
     if forced is None:
@@ -52,14 +58,15 @@ def token_log_probs(logits: Float[Array, "rows v"], tokens: Int[Array, " rows"])
 
 
 def mask_logits(
-    logits: Float[Array, "rows v"], forbidden: Bool[Array, " v"], *, renormalize_logits: bool, pad_id: int
+    logits: Float[Array, "rows v"], constraints: Constraints
 ) -> tuple[Float[Array, "rows v"], Float[Array, "rows 1"]]:
     """Return the logits with -inf for forbidden tokens and padding, and the log-normalizer of the softmax.
 
-    A masked logit minus the normalizer is log P of the token. See `top_k_tokens` for the arguments.
+    A masked logit minus the normalizer is log P of the token.
     """
-    impossible = forbidden | (jnp.arange(logits.shape[-1]) == pad_id)
-    normalized = jnp.where(forbidden[None], -jnp.inf, logits) if renormalize_logits else logits
+    forbidden = constraints.forbidden
+    impossible = forbidden | (jnp.arange(logits.shape[-1]) == constraints.pad_id)
+    normalized = jnp.where(forbidden[None], -jnp.inf, logits) if constraints.renormalize_logits else logits
     return jnp.where(impossible[None], -jnp.inf, logits), jax.nn.logsumexp(normalized, axis=-1, keepdims=True)
 
 
