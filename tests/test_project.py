@@ -27,9 +27,7 @@ LAYERS = (
     ("types",),
     ("runtime",),
     ("config",),
-    ("presets",),
-    ("model", "data"),
-    ("checkpoint",),
+    ("presets", "model", "data", "checkpoint"),
     ("training", "decoding"),
     ("interop", "visualization"),
     ("evaluation", "parity"),
@@ -48,7 +46,7 @@ ONE_FILE = (
 
 MAX_LINES = 400
 # Files that may be longer, with the reason.
-LONGER = {"transformer_jax/config.py": 670}  # a table of documented fields, easier to read in one place
+LONGER = {"transformer_jax/config.py": 610}  # a table of documented fields, easier to read in one place
 
 
 def part_of(file: Path) -> str:

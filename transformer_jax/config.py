@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from transformer_jax.runtime.fields import (
@@ -22,7 +23,7 @@ from transformer_jax.runtime.fields import (
     from_tree,
     require,
 )
-from transformer_jax.runtime.files import parse_json
+from transformer_jax.runtime.files import parse_json, read_text
 from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, UNK_ID, UserError
 
 FloatType = Literal["float32", "bfloat16", "float64"]
@@ -541,6 +542,11 @@ class Config:
             return from_tree(cls, _with_current_names(tree))
         except UserError as error:
             raise UserError(f"{origin}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that holds `to_json`, such as the `config.json` of a run. Errors are those of `from_json`."""
+        return cls.from_json(read_text(path), str(path))
 
     def flat(self) -> dict[str, Any]:
         """Return every field under its full name: {"model.vocab_size": ..., ...}."""

@@ -21,7 +21,6 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
-from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
 
@@ -204,7 +203,7 @@ def load_recipe(recipe: str) -> Config:
             f"{path}: no such recipe. Pass a Python file that defines get_config(), such as configs/numbers.py"
         )
     if path.endswith(".json"):
-        return load_config(Path(path))
+        return Config.load(Path(path))
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None:
         raise UserError(f"{path} is not a Python file. Pass a .py file that defines get_config()")
@@ -244,12 +243,3 @@ def _callable_without_arguments(function: Callable[..., object]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def load_config(path: Path) -> Config:
-    """Read the `config.json` of a run.
-
-    Raises:
-        UserError: The file cannot be read, or is not a valid configuration.
-    """
-    return Config.from_json(read_text(path), str(path))

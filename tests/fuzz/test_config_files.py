@@ -17,7 +17,7 @@ from transformer_jax import run as commands
 from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.evaluation.evaluate import result_lines
-from transformer_jax.presets import load_config, numbers_config
+from transformer_jax.presets import numbers_config
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
 
@@ -47,7 +47,7 @@ def test_any_json_is_read_or_rejected(tree):
 def test_any_bytes_are_read_or_rejected(tmp_path, data):
     path = tmp_path / "config.json"
     path.write_bytes(data)
-    check(lambda: load_config(path))
+    check(lambda: Config.load(path))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_unreadable_file_is_rejected(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"model": "\xff"}')
     for path in (tmp_path / "config.json", tmp_path):
         with pytest.raises(UserError, match="cannot be read"):
-            load_config(path)
+            Config.load(path)
 
 
 FLAGS = [f"--{name.replace('_', '-')}" for name in Config().flat()]

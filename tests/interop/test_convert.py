@@ -16,7 +16,7 @@ from interop_cases import Malicious, assert_same_trees
 from transformer_jax import cli
 from transformer_jax import run as commands
 from transformer_jax.checkpoint.checkpoint import checkpoint_steps, load_params
-from transformer_jax.checkpoint.run_dir import RunDir, load_config
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, TokenizerConfig, TrainingConfig
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.evaluation import evaluate as score_commands
@@ -252,7 +252,7 @@ def test_damaged_or_malicious_file_is_rejected(kind, target, run, tmp_path, opti
 
 def test_wrong_shapes_are_all_listed(run, tmp_path, capsys):
     folder = export_run(run, "safetensors", tmp_path / "out")
-    config = load_config(folder / "config.json").with_changes(model={"d_ff": 25})
+    config = Config.load(folder / "config.json").with_changes(model={"d_ff": 25})
     (folder / "config.json").write_text(config.to_json())
     assert command("import", "--from", "safetensors", folder, "--output", tmp_path / "new") == 1
     error = capsys.readouterr().err

@@ -10,7 +10,6 @@ import pytest
 from model_cases import CONFIGS
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling, StackSize, TrainingConfig
-from transformer_jax.presets import load_config
 from transformer_jax.types import UserError
 
 # A change that is refused, and what the message names: every field that takes part, with its value.
@@ -158,7 +157,7 @@ def test_json_round_trip(name, tmp_path):
     assert config.model == model
     assert Config.from_json(config.to_json()) == config
     (tmp_path / "config.json").write_text(config.to_json(), encoding="utf-8")
-    assert load_config(tmp_path / "config.json") == config
+    assert Config.load(tmp_path / "config.json") == config
 
 
 def test_fields_that_are_left_out_keep_their_defaults():

@@ -20,7 +20,6 @@ from transformer_jax.checkpoint.manifest import (
     write_verified,
 )
 from transformer_jax.config import Config
-from transformer_jax.presets import load_config
 from transformer_jax.runtime.files import JsonObject, read_json_lines, read_text, to_json, try_lock, write_atomically
 from transformer_jax.types import UserError
 
@@ -100,7 +99,7 @@ class RunDir:
             )
         if self.has_manifest(self.path):
             verify(self.path, [name for name in read_manifest(self.path) if name != self.result.name])
-        return load_config(self.config_file)
+        return Config.load(self.config_file)
 
     def has_manifest(self, folder: Path) -> bool:
         """Return whether the run or a folder of it has a manifest, which earlier layouts lack.

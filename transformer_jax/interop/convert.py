@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint, save_params
-from transformer_jax.checkpoint.run_dir import RunDir, load_config
+from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, ModelConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.ctranslate2_format import read_ctranslate2, write_ctranslate2
@@ -217,7 +217,7 @@ def _sibling_config(file: Path) -> Config | None:
     tree = read_json(file)
     sections = {field.name for field in dataclasses.fields(Config)}
     if "model" in tree and tree.keys() <= sections:
-        return load_config(file)
+        return Config.load(file)
     logger.warning("%s is not a configuration of this package and is ignored", file)
     return None
 

@@ -36,7 +36,7 @@ from transformer_jax.parity.report import (
 )
 from transformer_jax.parity.suspects import find_cause
 from transformer_jax.parity.this_side import Arrays, Side, Trained, convert_source, padded
-from transformer_jax.presets import load_config, load_recipe
+from transformer_jax.presets import load_recipe
 from transformer_jax.types import Batch, Params, UserError
 
 if TYPE_CHECKING:  # it imports torch
@@ -116,7 +116,7 @@ def _load(against: str, path: Path, config: Config | None, model_fields: Mapping
         return config, load_params(checkpoint, abstract_params(config.model))
     sibling = (path if path.is_dir() else path.parent) / "config.json"
     if config is None and sibling.is_file():
-        config = load_config(sibling)
+        config = Config.load(sibling)
     tensors = read_tensors(path)
     table = state_dict_format(against, tensors)
     if config is None:
