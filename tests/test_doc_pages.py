@@ -50,7 +50,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files_and_headings(page):
+def test_links_point_to_existing_files_and_headings(page):
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
@@ -85,7 +85,7 @@ def test_documents_use_standard_words(page):
     assert not found, "\n".join(found)
 
 
-def test_glossary_finds_the_old_words():
+def test_glossary_matches_old_words():
     for text in ("it lies in a file", "is refused", "as many as", "the error says", "parallelizm", "a training ends"):
         assert any(re.search(pattern, text, re.I) for pattern in GLOSSARY), text
     for text in ("a training run", "the training step", "prism", "it is rejected", "initialize"):

@@ -33,5 +33,5 @@ def test_bash_blocks_run(page, tmp_path):
             assert done.returncode == 0, f"{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
 
-def test_there_are_blocks():
+def test_documents_contain_bash_blocks():
     assert [page.name for page in PAGES] == ["interop.md", "usage.md"]

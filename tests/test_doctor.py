@@ -78,7 +78,7 @@ def changed(tiny, **sections) -> Config:
         ({"model": {"d_ff": 10**12}}, "disk", "lower training.keep_checkpoints"),
     ],
 )
-def test_recipe_that_does_not_fit_the_machine_is_reported(run, tiny, tmp_path, sections, name, said):
+def test_recipe_unsuitable_for_the_machine_is_reported(run, tiny, tmp_path, sections, name, said):
     (tmp_path / "config.json").write_text(changed(tiny, **sections).to_json())
     _, lines = run(tmp_path / "config.json")
     assert lines[name].startswith("FIX")

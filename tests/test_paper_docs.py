@@ -97,14 +97,14 @@ def in_fast_tier(name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------ what is named
 
 
-def test_tables_are_read():
+def test_paper_tables_are_parsed():
     assert len(FIELDS) == len(CHOICES) >= 40
     assert len(STEPS) >= 30
     assert len(ALL_ROWS) > len(CHOICES) + len(STEPS)  # the ledger's points without a field
 
 
 @pytest.mark.parametrize("row", ALL_ROWS, ids=[str(number) for number in range(len(ALL_ROWS))])
-def test_every_test_that_is_named_exists(row):
+def test_every_test_in_the_tables_exists(row):
     names = code(row["test"])
     assert names or row["test"] == "-", row
     for name in names:
@@ -117,7 +117,7 @@ def test_fast_tier_checks_every_row_of_the_paper_map():
     assert not [row["test"] for row in STEPS if not any(map(in_fast_tier, code(row["test"])))]
 
 
-def test_fast_tier_checks_every_row_of_the_ledger_that_needs_no_third_party():
+def test_fast_tier_checks_every_ledger_row_without_third_party_code():
     third_party = [
         name for reason, names in tiers.SLOW.items() if "needs" in reason or "with" in reason for name in names
     ]
@@ -134,7 +134,7 @@ def test_every_slow_test_exists():
 
 
 @pytest.mark.parametrize("row", STEPS, ids=[str(number) for number in range(len(STEPS))])
-def test_every_symbol_that_is_named_exists(row):
+def test_every_symbol_in_the_tables_exists(row):
     (name,) = code(row["code"])
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -146,16 +146,16 @@ def test_every_symbol_that_is_named_exists(row):
     pytest.fail(f"{name} is in no module")
 
 
-def test_the_map_is_in_the_papers_order():
+def test_paper_map_follows_the_order_of_the_paper():
     sections = [[int(number) for number in row["section"].partition(",")[0].split(".")] for row in STEPS]
     assert sections == sorted(sections)
 
 
-def test_every_field_that_is_named_exists():
+def test_every_field_in_the_ledger_exists():
     assert set(FIELDS) <= set(DEFAULTS), set(FIELDS) - set(DEFAULTS)
 
 
-def test_every_choice_of_the_model_is_in_the_ledger():
+def test_every_model_choice_is_in_the_ledger():
     names = {item.name for item in dataclasses.fields(ModelConfig)}
     assert names >= SIZES | COMPUTATION
     assert {f"model.{name}" for name in names - SIZES - COMPUTATION} == {
@@ -164,7 +164,7 @@ def test_every_choice_of_the_model_is_in_the_ledger():
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_the_default_is_the_one_in_the_ledger(field):
+def test_default_equals_the_ledger(field):
     assert in_cell(FIELDS[field], "ours") == (DEFAULTS[field],)
 
 
@@ -172,14 +172,14 @@ def test_the_default_is_the_one_in_the_ledger(field):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_changes_only_fields_of_the_ledger_and_sizes(name):
+def test_preset_changes_only_ledger_fields_and_sizes(name):
     changed = {field for field, value in FLAT[name].items() if value != DEFAULTS[field]}
     assert changed <= set(FIELDS) | SIZES_OF_PRESETS | {"model.vocab_size"}
 
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_preset_has_the_values_of_its_column(column, field):
+def test_preset_has_the_values_of_its_column(column, field):
     """A column without a value has the paper's, or ours where the paper has none. Negative ids count from the end."""
     row = FIELDS[field]
     (expected, *_) = in_cell(row, column) + in_cell(row, "paper") + in_cell(row, "ours")
@@ -191,7 +191,7 @@ def test_a_preset_has_the_values_of_its_column(column, field):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_a_valid_config_that_survives_json(name):
+def test_presets_are_valid_and_round_trip_through_json(name):
     config = preset(name, ROWS)
     assert Config.from_json(config.to_json()) == config
 
@@ -210,7 +210,7 @@ def test_sizes_of_the_presets():
     assert [preset(name, 50).training.num_steps for name in ("paper_base", "paper_big")] == [100_000, 300_000]
 
 
-def test_big_differs_from_base_in_what_the_paper_says():
+def test_big_differs_from_base_as_in_table_3():
     base, big = FLAT["paper_base"], FLAT["paper_big"]
     assert {field: value for field, value in big.items() if base[field] != value} == {
         "model.d_model": 1024,
@@ -223,7 +223,7 @@ def test_big_differs_from_base_in_what_the_paper_says():
     }
 
 
-def test_special_ids_follow_from_the_software():
+def test_special_ids_of_presets_match_their_reference_implementation():
     fairseq, marian, t2t = (preset(name, 60).model for name in ("fairseq", "marian", "t2t_2017"))
     assert fairseq.position_offset == fairseq.pad_id + 1 == 2
     assert fairseq.start_id == fairseq.eos_id == 2
@@ -231,7 +231,7 @@ def test_special_ids_follow_from_the_software():
     assert t2t.start_id == t2t.pad_id == 0
 
 
-def test_a_preset_takes_changes_and_refuses_other_names():
+def test_preset_accepts_changes_and_rejects_unknown_names():
     assert preset("marian", 60, pad_id=3, d_model=256).model == dataclasses.replace(
         preset("marian", 60).model, pad_id=3, d_model=256
     )

@@ -84,12 +84,12 @@ def test_imports_point_one_way(file):
         assert other == part or LEVEL[other] < LEVEL[part], f"{file}:{line}: {part} must not import {name}"
 
 
-def test_data_knows_no_jax():
+def test_data_does_not_import_jax():
     for file in (PACKAGE / "data").glob("**/*.py"):
         assert not top_level(file) & {"jax", "flax", "optax", "orbax"}, file
 
 
-def test_model_knows_no_training_config():
+def test_model_does_not_use_the_training_config():
     for file in (PACKAGE / "model").glob("**/*.py"):
         others = {"Config", "DataConfig", "TokenizerConfig", "TrainingConfig", "DecodingConfig"}
         assert not {name.rpartition(".")[2] for _, name in imports(file)} & others, file
@@ -97,7 +97,7 @@ def test_model_knows_no_training_config():
 
 
 @pytest.mark.parametrize("library", ONE_FILE)
-def test_library_is_imported_in_one_file(library):
+def test_each_optional_library_is_imported_in_one_file(library):
     users = [str(file.relative_to(ROOT)) for file in FILES if library in top_level(file)]
     assert len(users) == 1, f"{library} is imported in {users}"
 
@@ -108,7 +108,7 @@ def python_files() -> Iterator[Path]:
     yield from ROOT.glob("*.py")
 
 
-def test_no_file_is_long():
+def test_files_are_short():
     for file in python_files():
         name = str(file.relative_to(ROOT))
         length = len(file.read_text(encoding="utf-8").splitlines())
@@ -152,12 +152,12 @@ def test_functions_are_short_and_take_few_parameters():
     assert {name: count for name, count in many.items() if count > MORE_PARAMETERS.get(name, 0)} == {}
 
 
-def test_few_modules_are_at_the_root():
+def test_package_root_has_few_modules():
     modules = [file.name for file in PACKAGE.glob("*.py") if not file.name.startswith("__")]
     assert len(modules) <= 8, modules
 
 
-def test_modules_do_not_import_each_other_in_circles():
+def test_imports_have_no_cycles():
     modules = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
     graph = {}
     for module, file in modules.items():
@@ -177,7 +177,7 @@ def test_any_is_used_sparingly():
     assert count <= MAX_ANY, f"{count} uses of Any; use a real type, such as Params, PyTree or a dataclass"
 
 
-def test_what_silences_a_checker_has_a_reason():
+def test_checker_suppressions_have_a_reason():
     silent = re.compile(r"#\s*(?:type:\s*ignore|noqa)(?:\[[\w, -]+\]|:\s*[A-Z]+\d+(?:,\s*[A-Z]+\d+)*)?(.*)$")
     missing = []
     for file in python_files():
@@ -204,7 +204,7 @@ def undocumented(tree: ast.Module) -> Iterator[str]:
             yield f"{owner.name}.{node.name}"
 
 
-def test_public_things_have_docstrings():
+def test_public_names_have_docstrings():
     missing = []
     for file in FILES:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -224,7 +224,7 @@ DOCUMENTED = [
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)
-def test_examples_in_docstrings(module):
+def test_docstring_examples_run(module):
     loaded = importlib.import_module(module)
     result = doctest.testmod(loaded)
     assert result.failed == 0
@@ -242,7 +242,7 @@ def test_readme_starts_with_two_commands():
         assert "git clone" not in command
 
 
-def test_fenced_blocks():
+def test_fenced_blocks_are_parsed():
     text = "a\n```bash\nls\n\n```\n  ~~~~\n```\nnot closed by another fence\n~~~~\n```console\n$ ls\n```\n"
     assert readme.fenced_blocks(text) == [
         ("bash", "ls\n\n"),
@@ -266,7 +266,7 @@ def wheel(tmp_path_factory, optional_package) -> Path:
     return file
 
 
-def test_wheel_holds_the_package_alone(wheel):
+def test_wheel_contains_only_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     others = {"transformer_jax/py.typed", "transformer_jax/visualization/attention.html"}
     expected = {str(file.relative_to(ROOT)) for file in FILES} | others
@@ -275,7 +275,7 @@ def test_wheel_holds_the_package_alone(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_wheel_brings_the_command_and_the_default_recipe(wheel, tmp_path):
+def test_installed_wheel_provides_the_command_and_the_default_recipe(wheel, tmp_path):
     target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

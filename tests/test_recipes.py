@@ -20,11 +20,11 @@ def write(folder, text, name="recipe.py"):
     return str(folder / name)
 
 
-def test_the_default_recipe_is_that_of_its_file():
+def test_builtin_default_recipe_equals_its_file():
     assert load_recipe(str(CONFIGS / "numbers.py")) == numbers_config()
 
 
-def test_the_default_recipe_keeps_the_terms_of_its_task():
+def test_default_recipe_meets_the_limits_of_its_task():
     config = numbers_config()
     assert config.data.source == "numbers"
     assert config.data.synthetic_train_size <= 50_000, "at most 5 % of the numbers below a million are seen"
@@ -33,12 +33,12 @@ def test_the_default_recipe_keeps_the_terms_of_its_task():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_every_shipped_recipe_is_a_valid_config_that_survives_json(path):
+def test_shipped_recipes_are_valid_and_round_trip_through_json(path):
     config = load_recipe(str(path))
     assert Config.from_json(config.to_json()) == config
 
 
-def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
+def test_recipe_name_selects_one_of_several_in_a_file(tmp_path):
     recipe = write(tmp_path, "def get_config(name='512'): return Config(model=ModelConfig(d_model=int(name)))")
     assert load_recipe(recipe).model.d_model == 512
     assert load_recipe(f"{recipe}:64").model.d_model == 64
@@ -71,12 +71,12 @@ def test_a_name_chooses_among_the_recipes_of_a_file(tmp_path):
         ("def get_config(): return Config(model=ModelConfig(d_model=0))", "", r"model\.d_model is 0"),
     ],
 )
-def test_what_a_recipe_gets_wrong_is_said(tmp_path, text, suffix, message):
+def test_invalid_recipe_is_rejected_with_the_reason(tmp_path, text, suffix, message):
     with pytest.raises(UserError, match=message):
         load_recipe(write(tmp_path, text) + suffix)
 
 
-def test_a_file_that_is_missing_or_not_python(tmp_path):
+def test_missing_or_invalid_python_recipe_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"no such recipe\. Pass a Python file"):
         load_recipe(str(tmp_path / "nothing.py"))
     with pytest.raises(UserError, match="is not a Python file"):
@@ -85,7 +85,7 @@ def test_a_file_that_is_missing_or_not_python(tmp_path):
         load_recipe(str(tmp_path))
 
 
-def test_the_shipped_recipes_name_theirs():
+def test_unknown_name_in_a_shipped_recipe_is_rejected_with_the_valid_ones():
     with pytest.raises(UserError, match="no recipe 'nope'; legal: raw, bpe10k"):
         load_recipe(str(CONFIGS / "multi30k_en_de.py") + ":nope")
 

@@ -9,7 +9,7 @@ import reference
 from transformer_jax.config import ModelConfig
 
 
-def test_attention_with_two_keys():
+def test_attention_over_two_keys_by_hand():
     # d_k = 4, so scores are halved: 2 log 3 becomes log 3, and softmax(log 3, 0) is (3/4, 1/4).
     Q = [[2 * math.log(3), 0, 0, 0]]
     K = [[1, 0, 0, 0], [0, 1, 0, 0]]
@@ -76,7 +76,7 @@ def test_positional_encoding():
     )
 
 
-def test_embedding_is_scaled_and_the_decoder_may_start_from_zeros():
+def test_embedding_is_scaled_and_decoder_start_may_be_zeros():
     config = ModelConfig(vocab_size=5, d_model=4, num_heads=2, decoder_start="zeros")
     params = {"embedding": {"table": np.arange(20).reshape(5, 4)}}
     positions = reference.positional_encoding(2, 4)
@@ -219,7 +219,7 @@ def random_params(config, seed=0):
         },
     ],
 )
-def test_transformer_sees_no_future_and_no_padding(changes):
+def test_transformer_ignores_future_and_padding_positions(changes):
     config = ModelConfig(**({"vocab_size": 9, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12} | changes))
     params = random_params(config)
     logits = reference.transformer(params, config, [[4, 5, 2]], [[config.start_id, 6, 7]])

@@ -39,7 +39,7 @@ def test_run_folder_holds_what_later_commands_need(tiny):
     assert {"source", "reference", "translation"} <= read_json_lines(run.samples)[0].keys()
 
 
-def test_the_result_is_written_and_translations_are_logged(tiny):
+def test_result_is_written_and_translations_are_logged(tiny):
     result = json.loads(RunDir(tiny.run).result.read_text())
     assert result["num_sentences"] == 12
     assert result["bleu_signature"].startswith("nrefs:1")
@@ -170,7 +170,7 @@ def test_fewer_steps_than_done_are_rejected(tiny):
     assert tiny.config.training.num_steps == 4, "the rejected command did not change the run"
 
 
-def test_folder_of_something_else_is_not_changed(tiny, tmp_path):
+def test_folder_that_is_not_a_run_is_not_changed(tiny, tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["MarianMTModel"]}')
     with pytest.raises(UserError, match="unknown field architectures"):
         commands.train(tiny.config, tmp_path)
@@ -216,7 +216,7 @@ def test_evaluate_scores_a_split_or_given_pairs(tiny):
         score_commands.evaluate(tiny.run, split="dev")
 
 
-def test_evaluate_without_such_a_split(tiny, tmp_path):
+def test_evaluate_rejects_a_missing_split(tiny, tmp_path):
     run = tiny.copy(tmp_path / "run")
     RunDir(run).write("config.json", changed(tiny.config, data={"test": ""}).to_json())
     with pytest.raises(UserError, match=r"data\.test is empty"):

@@ -35,7 +35,7 @@ def calls(tree):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_nothing_executes_what_it_reads(file):
+def test_no_function_that_executes_its_input_is_used(file):
     tree, name = ast.parse(file.read_text(encoding="utf-8")), str(file.relative_to(PACKAGE))
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -65,7 +65,7 @@ class Harm:
         return Path.mkdir, (self.path,)
 
 
-def test_arrays_of_objects_are_not_unpickled(tmp_path):
+def test_object_arrays_are_not_unpickled(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     harm = np.array([Harm(tmp_path / "made")], dtype=object)

@@ -50,7 +50,7 @@ WMT14 = {
 
 @pytest.mark.parametrize("library", ["huggingface", "tfds"])
 @pytest.mark.parametrize("name", WMT14)
-def test_wmt14_is_the_papers_recipe(name, library):
+def test_wmt14_recipe_equals_the_paper(name, library):
     language, model, steps, between, averaged = WMT14[name]
     config = recipe(f"{name}:{library}")
     assert config.model == model
@@ -86,7 +86,7 @@ def test_wmt14_is_the_papers_recipe(name, library):
     assert recipe(name) == recipe(f"{name}:huggingface")
 
 
-def test_wmt14_changes_nothing_of_the_preset_but_text_and_the_times_of_saving():
+def test_wmt14_changes_only_data_and_checkpoint_fields_of_the_preset():
     ours, paper = recipe("wmt14_en_de_big").flat(), preset("paper_big", 37_000).flat()
     assert {field for field in ours if ours[field] != paper[field]} == {
         *("data.source", "data.name", "data.subset", "data.valid"),
@@ -119,7 +119,7 @@ def library(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
-def test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average(tmp_path, library, on_one_device):
+def test_wmt14_trains_from_hugging_face_columns_to_the_score_of_the_average(tmp_path, library, on_one_device):
     """Everything but the sizes is the recipe's own."""
     splits = {}
     for split, count in (("train", 60), ("validation", 8), ("test", 8)):
@@ -165,7 +165,7 @@ def test_wmt14_reads_french(library, name):
 # ------------------------------------------------------------------------------------------------------ other corpora
 
 
-def test_opus_books_is_cut_into_three_splits(library):
+def test_opus_books_is_split_into_train_validation_and_test(library):
     rows = [
         {"id": str(row), "translation": {"en": english, "it": italian}}
         for row, (english, italian) in enumerate(zip(sentences(ENGLISH, 40), sentences(GERMAN, 40), strict=True))
@@ -213,7 +213,7 @@ def test_files_are_where_the_docstring_says(tmp_path, monkeypatch, name, stems):
     train_tokenizers(config, train).check_fits(config.model)
 
 
-def test_english_to_french_captions_are_trained_as_the_german_ones():
+def test_english_french_captions_use_the_english_german_settings():
     for form in ("raw", "bpe10k"):
         german, french = recipe(f"multi30k_en_de:{form}").flat(), recipe(f"multi30k_en_fr:{form}").flat()
         differing = {field for field in french if french[field] != german[field]}
@@ -222,7 +222,7 @@ def test_english_to_french_captions_are_trained_as_the_german_ones():
         recipe("multi30k_en_fr:tok")
 
 
-def test_six_sentences_are_learnt_by_heart(tmp_path, on_one_device):
+def test_tiny_corpus_is_memorized(tmp_path, on_one_device):
     config = recipe("toy_pairs")
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, num_steps=50))  # half of them
     outcome = commands.train(config, tmp_path / "run")
@@ -233,6 +233,6 @@ def test_six_sentences_are_learnt_by_heart(tmp_path, on_one_device):
 
 
 @pytest.mark.parametrize("name", ["copy_task", "parsing_wsj"])
-def test_an_unknown_size_is_refused_with_the_legal_ones(name):
+def test_unknown_size_is_rejected_with_the_valid_ones(name):
     with pytest.raises(UserError, match="no recipe 'huge'; legal: "):
         recipe(f"{name}:huge")

@@ -74,7 +74,7 @@ def test_texts_use_standard_words(file):
     assert not found, "\n".join(found)
 
 
-def test_phrases_are_found(tmp_path):
+def test_phrases_are_detected(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("Right.\n\nA run goes\non where it stopped, and `so many` steps are made anew.\n")
     texts = [" ".join(text.split()) for _, text in texts_of(page)]

@@ -36,7 +36,7 @@ SLOW = {
         "data/test_sentencepiece.py::test_target_ids_equal_transformers",
         "data/test_sentencepiece.py::test_decoded_text_equals_transformers",
         "data/test_subword_nmt.py",
-        "decoding/test_sampling.py::test_what_may_be_drawn_is_what_hugging_face_leaves",
+        "decoding/test_sampling.py::test_sampling_support_equals_hugging_face_warpers",
         "interop/test_annotated.py::test_model_trained_with_source_bos_translates_its_own_greedy_lines",
         "interop/test_annotated.py::test_annotated_model_with_a_configuration_without_source_bos_logs_a_warning",
         "interop/test_convert.py",
@@ -58,19 +58,19 @@ SLOW = {
         "test_train_process.py",
     ),
     "trains a run of its own, or compiles for long": (
-        "decoding/test_ensemble.py::test_the_commands_compute_with_all_runs",
+        "decoding/test_ensemble.py::test_commands_use_every_run_of_an_ensemble",
         "experiments/parsing/test_parsing_command.py::test_a_run_from_the_sample_to_f1",
         "fuzz/test_translate_lines.py",
         "model/test_kernels_and_stacks.py::test_remat_keeps_less",
-        "test_shipped_recipes.py::test_wmt14_from_the_columns_of_datasets_to_the_score_of_the_average",
-        "test_shipped_recipes.py::test_six_sentences_are_learnt_by_heart",
+        "test_shipped_recipes.py::test_wmt14_trains_from_hugging_face_columns_to_the_score_of_the_average",
+        "test_shipped_recipes.py::test_tiny_corpus_is_memorized",
         "training/test_average_and_patience.py",
     ),
     "clicks through a page in a browser": ("visualization/test_attention_page.py",),
     "runs the blocks of the documents": ("test_docs.py",),
     "builds and installs the wheel": (
-        "test_project.py::test_wheel_holds_the_package_alone",
-        "test_project.py::test_wheel_brings_the_command_and_the_default_recipe",
+        "test_project.py::test_wheel_contains_only_the_package",
+        "test_project.py::test_installed_wheel_provides_the_command_and_the_default_recipe",
     ),
 }
 SLOW_NAMES = frozenset(name for names in SLOW.values() for name in names)

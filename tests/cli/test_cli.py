@@ -104,7 +104,7 @@ def test_every_section_has_its_flags(cli, trains, tiny):
     assert config.model.d_model == 16, "the recipe's"
 
 
-def test_a_finished_run_ends_with_its_exact_match(cli, tiny, monkeypatch):
+def test_rerunning_a_finished_run_prints_its_exact_match(cli, tiny, monkeypatch):
     monkeypatch.chdir(tiny.folder)
     config = tiny.config.data.directory
     done = cli("train", "tiny.py", "--data.directory", config)
@@ -138,7 +138,7 @@ def test_a_finished_run_ends_with_its_exact_match(cli, tiny, monkeypatch):
         (["--workdir", "new", "--training.init-from", "none"], 1, "error: none is not a run"),
     ],
 )
-def test_what_is_wrong_is_said_without_a_traceback(cli, tiny, monkeypatch, args, status, message):
+def test_user_errors_are_reported_without_a_traceback(cli, tiny, monkeypatch, args, status, message):
     monkeypatch.chdir(tiny.folder)
     done = cli("train", "tiny.py", *args)
     assert done.status == status
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_said_without_a_traceback(cli, tiny, monkeypatch, args,
         assert len(done.err.splitlines()) == 1
 
 
-def test_a_missing_recipe(cli):
+def test_missing_recipe_is_reported_with_the_fix(cli):
     assert cli("train", "nowhere.py")[:2] == (1, "")
     assert "nowhere.py: no such recipe" in cli("train", "nowhere.py").err
 
@@ -216,7 +216,7 @@ def test_help_of_a_recipe_documents_every_field_in_five_seconds(tmp_path):
 # --------------------------------------------------------------------------------------------------------- translate
 
 
-def test_one_line_for_each_line_whatever_it_holds(cli, tiny):
+def test_translate_writes_one_line_per_input_line(cli, tiny):
     lines = [b"the dog", b"", b"   ", b"red\r", b"a\xc2\x85b \xe2\x80\xa8 c\x0b\x0c\x1c d", b"x\x00y", b"last"]
     done = cli("translate", tiny.run, "--max-length-offset", "1", stdin=b"\n".join(lines))
     assert (done.status, done.err) == (0, "")
@@ -247,7 +247,7 @@ def test_invalid_utf8_becomes_u_fffd_with_a_warning(cli, loads, tmp_path):
     ]
 
 
-def test_nothing_in_nothing_out(cli, tiny):
+def test_empty_input_gives_empty_output(cli, tiny):
     assert cli("translate", tiny.run) == (0, "", "")
 
 
@@ -262,7 +262,7 @@ FLAGS = {
 }
 
 
-def test_flags_and_run_in_any_order_change_what_they_name_and_nothing_else(cli, loads, tiny):
+def test_translate_flags_in_any_order_change_only_their_fields(cli, loads, tiny):
     for flag, (text, field, value) in FLAGS.items():
         assert cli("translate", tiny.run, flag, text).status == 0
         assert cli("translate", flag, text, tiny.run).status == 0
@@ -290,13 +290,13 @@ def test_flags_and_run_in_any_order_change_what_they_name_and_nothing_else(cli, 
         (["--beam-siz", "2"], 2, "Perhaps you meant: --beam-size {None}|INT"),
     ],
 )
-def test_wrong_flags_of_translate(cli, tiny, args, status, message):
+def test_invalid_flags_of_translate_are_rejected(cli, tiny, args, status, message):
     done = cli("translate", tiny.run, *args, stdin=b"the dog\n")
     assert (done.status, done.out) == (status, "")
     assert message in plain(done.err)
 
 
-def test_help_of_translate_says_that_defaults_are_the_runs_own(cli, tiny):
+def test_help_of_translate_states_that_defaults_come_from_the_run(cli, tiny):
     text = plain(cli("translate", tiny.run, "--help").out)
     assert re.search(r"--max-length-offset \{None\}\|INT .*?\(default: the run's own\)", text)
 
@@ -304,7 +304,7 @@ def test_help_of_translate_says_that_defaults_are_the_runs_own(cli, tiny):
 @pytest.mark.parametrize(
     ("flags", "value"), [([], True), (["--renormalize-logits"], True), (["--no-renormalize-logits"], False)]
 )
-def test_a_flag_can_turn_off_what_the_run_turns_on(cli, tiny, tmp_path, flags, value, monkeypatch):
+def test_flag_can_disable_a_setting_of_the_run(cli, tiny, tmp_path, flags, value, monkeypatch):
     run = tiny.copy(tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     config["decoding"]["renormalize_logits"] = True
@@ -323,7 +323,7 @@ def test_a_flag_can_turn_off_what_the_run_turns_on(cli, tiny, tmp_path, flags, v
 
 
 @pytest.mark.parametrize("flag", RENAMED_FLAGS)
-def test_old_flags_are_answered_with_the_new_name(cli, tiny, flag):
+def test_old_flags_are_rejected_with_the_new_name(cli, tiny, flag):
     new = RENAMED_FLAGS[flag]
     command = ["train", "tiny.py"] if "." in flag else ["translate", str(tiny.run)]
     done = cli(*command[:1], *([tiny.folder / "tiny.py"] if "." in flag else [tiny.run]), flag, "3")
@@ -333,7 +333,7 @@ def test_old_flags_are_answered_with_the_new_name(cli, tiny, flag):
     assert f"{new} " in helped, "the new name is a flag"
 
 
-def test_global_options_are_found_anywhere_but_in_values(cli, loads, tmp_path):
+def test_global_options_are_accepted_anywhere_except_as_values(cli, loads, tmp_path):
     assert cli("--traceback", "translate", tmp_path).status == 0
     assert cli("translate", "--traceback", tmp_path).status == 0
     assert cli("translate", tmp_path, "--prefix=--traceback").status == 0
@@ -349,7 +349,7 @@ def test_global_option_ends_the_values_of_another_option(cli, monkeypatch):
 
 
 @pytest.mark.parametrize("flag", ["--deterministic=True", "--no-malloc-tuning=1", "--no_compilation_cache=False"])
-def test_global_option_with_a_value_is_wrong_usage(cli, loads, tmp_path, flag):
+def test_global_option_with_a_value_is_rejected(cli, loads, tmp_path, flag):
     done = cli("translate", tmp_path, flag)
     assert done.status == 2
     assert f"{flag.partition('=')[0]} takes no value" in done.err
@@ -363,7 +363,7 @@ def in_a_process(*args, **options):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_translate_as_a_process_says_translations_on_stdout_and_nothing_else(tiny):
+def test_translate_process_writes_only_translations_to_stdout(tiny):
     done = in_a_process(
         "translate", tiny.run, "--max-length-offset", "1", input=b"the dog\n\n\xff\n", capture_output=True
     )
@@ -373,7 +373,7 @@ def test_translate_as_a_process_says_translations_on_stdout_and_nothing_else(tin
     assert done.stderr.decode().splitlines() == ["warning: line 3 is not UTF-8 at byte 1: read as U+FFFD"]
 
 
-def test_a_full_disk_is_a_stated_failure(tiny):
+def test_full_disk_is_reported_in_one_line(tiny):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     with open("/dev/full", "wb") as full:

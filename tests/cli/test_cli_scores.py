@@ -19,7 +19,7 @@ from transformer_jax.visualization import plots
 EMPTY, ESCAPED = (Hypothesis(text, -1.0, -1.0, 1) for text in ("", "c&apos; est &quot; bien &quot; ."))
 
 
-def test_evaluate_reads_files_and_says_one_object_a_run(cli, tiny, tmp_path):
+def test_evaluate_prints_one_json_object_per_run(cli, tiny, tmp_path):
     run = tiny.copy(tmp_path / "other")
     files = ["--source", tiny.corpus / "test.en", "--reference", tiny.corpus / "test.de"]
     done = cli("evaluate", tiny.run, run, *files, "--json")
@@ -34,7 +34,7 @@ def test_evaluate_reads_files_and_says_one_object_a_run(cli, tiny, tmp_path):
         assert {"loss", "perplexity", "sentences_per_second", "bleu_signature", "chrf_signature"} <= result.keys()
 
 
-def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkeypatch, tiny, tmp_path):
+def test_evaluate_flags_override_the_settings_of_each_run(cli, monkeypatch, tiny, tmp_path):
     seen, load = [], Translator.load
     monkeypatch.setattr(Translator, "load", lambda run, **asked: (seen.append((run, asked)), load(run, **asked))[1])
     other = tiny.copy(tmp_path / "other")
@@ -61,7 +61,7 @@ def test_evaluate_gives_each_run_what_was_asked_for_and_else_its_own(cli, monkey
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize("more", [[], ["--sweep", "beam-size=1"]], ids=["evaluate", "sweep"])
-def test_swapped_files_and_lines_translated_into_nothing_are_warned_of(cli, tiny, monkeypatch, more):
+def test_swapped_files_and_empty_translations_give_warnings(cli, tiny, monkeypatch, more):
     monkeypatch.setattr(Translator, "translate_n_best", lambda self, texts, *_, **__: [[EMPTY]] * len(texts))
     losses = itertools.cycle([3.0, 1.0])
     monkeypatch.setattr(evaluation, "corpus_loss", lambda *_, **__: next(losses))
@@ -72,7 +72,7 @@ def test_swapped_files_and_lines_translated_into_nothing_are_warned_of(cli, tiny
     assert "12 of 12 sentences have an empty translation" in done.err
 
 
-def test_runs_with_other_tokens_are_not_compared(cli, tiny, monkeypatch, tmp_path):
+def test_runs_with_different_tokenization_are_not_compared(cli, tiny, monkeypatch, tmp_path):
     kinds = iter(["13a", "none", "13a"])
     monkeypatch.setattr(score_commands, "tokenization_of", lambda config: next(kinds))
     done = cli("evaluate", tiny.run, tiny.run, tiny.run, "--max-length-offset", "1", "--bootstrap", "20")
@@ -119,7 +119,7 @@ def test_translations_are_written_as_text(cli, tiny, monkeypatch, tmp_path):
     ],
     ids=lambda command: command[0],
 )
-def test_an_output_that_cannot_be_written_is_found_before_the_work(cli, monkeypatch, tmp_path, command):
+def test_unwritable_output_is_rejected_before_translating(cli, monkeypatch, tmp_path, command):
     def work(*_, **__):
         pytest.fail("worked first")
 
@@ -135,7 +135,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(cli, monkeypa
         assert (refused.status, refused.err) == (1, f"error: {wrong}: cannot be written: {reason}\n")
 
 
-def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):
+def test_sweep_translates_the_validation_set_with_each_setting(cli, tiny):
     done = cli("evaluate", tiny.run, "--max-length-offset", "2", "--sweep", "beam-size=1,2", "alpha=0,0.6", "--json")
     assert (done.status, done.err) == (0, "")
     rows = [json.loads(line) for line in done.out.splitlines()]
@@ -164,7 +164,7 @@ def test_a_sweep_translates_the_development_set_under_each_setting(cli, tiny):
         (["--sweep", "beam-size=1,0"], 1, "decoding.beam_size is 0; it must be at least 1"),
     ],
 )
-def test_wrong_flags_of_evaluate(cli, tiny, monkeypatch, args, status, message):
+def test_invalid_flags_of_evaluate_are_rejected(cli, tiny, monkeypatch, args, status, message):
     monkeypatch.chdir(tiny.corpus)
     done = cli("evaluate", tiny.run, *args)
     assert (done.status, done.out) == (status, "")

@@ -28,7 +28,7 @@ def translator(tiny):
     return Translator.load(tiny.run, max_length_offset=2)
 
 
-def test_several_translations_of_a_line(cli, tiny):
+def test_n_best_list_is_written_per_line(cli, tiny):
     stdin = ("\n".join(LINES) + "\n").encode()
     done = cli("translate", tiny.run, "--max-length-offset", "2", "--beam-size", "2", "--n-best", "2", stdin=stdin)
     assert (done.status, done.err) == (0, "")
@@ -42,7 +42,7 @@ def test_several_translations_of_a_line(cli, tiny):
     assert "n_best is 9; it must be at least 1 and at most decoding.beam_size" in too_many.err
 
 
-def test_json_lines(cli, tiny, translator):
+def test_translations_as_json_lines(cli, tiny, translator):
     stdin = ("\n".join(LINES) + "\n").encode()
     done = cli("translate", tiny.run, "--max-length-offset", "2", "--format", "jsonl", stdin=stdin)
     rows = [json.loads(line) for line in done.out.split("\n")[:-1]]
@@ -53,7 +53,7 @@ def test_json_lines(cli, tiny, translator):
         assert (found["score"], found["log_prob"]) == pytest.approx((best.score, best.log_prob), rel=1e-5)
 
 
-def test_json_lines_with_an_alignment(cli, tiny, translator):
+def test_json_lines_include_alignments(cli, tiny, translator):
     stdin = ("\n".join(LINES) + "\n").encode()
     done = cli("translate", tiny.run, "--max-length-offset", "2", "--format", "jsonl", "--alignment", stdin=stdin)
     rows = [json.loads(line) for line in done.out.split("\n")[:-1]]
@@ -71,7 +71,7 @@ def test_json_lines_with_an_alignment(cli, tiny, translator):
     assert 'tokens":' not in without.out.replace("num_tokens", "")
 
 
-def test_draws(cli, tiny, translator):
+def test_sampling_is_reproducible_by_seed_and_line_number(cli, tiny, translator):
     stdin = ("\n".join(LINES) + "\n").encode()
     how = ["--max-length-offset", "2", "--sample", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95"]
     done = cli("translate", tiny.run, *how, "--seed", "3", "--n-best", "3", stdin=stdin)
@@ -106,7 +106,7 @@ def text_of(count, translator):
     return next(text for text, ids in zip(texts, rows, strict=True) if len(ids) == count)
 
 
-def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
+def test_translations_start_with_their_prefixes(cli, tiny, translator, tmp_path):
     stdin = ("\n".join(LINES) + "\n").encode()
     done = cli("translate", tiny.run, "--max-length-offset", "2", "--prefix", "zwei katze", stdin=stdin)
     assert (done.status, done.err) == (0, "")
@@ -135,7 +135,7 @@ def test_what_translations_begin_with(cli, tiny, translator, tmp_path):
     assert "3 prefixes for 1 texts; each text needs one, which may be empty" in wrong.err
 
 
-def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
+def test_prefix_longer_than_the_learned_positions_is_rejected(tiny, translator):
     config = translator.config
     model = dataclasses.replace(config.model, positions="learned", max_length=9)
     tokens = jnp.zeros((1, 2), jnp.int32)
@@ -169,7 +169,7 @@ def test_a_prefix_that_learned_positions_have_no_room_for(tiny, translator):
         (["--sample", "--top-p", "0"], "top_p is 0.0; it must be more than 0 and at most 1"),
     ],
 )
-def test_flags_that_mean_nothing_together_are_refused(cli, tiny, flags, message):
+def test_conflicting_flags_are_rejected(cli, tiny, flags, message):
     done = cli("translate", tiny.run, *flags, stdin=b"a\n")
     assert (done.status, done.out) == (2, "")
     assert message in plain(done.err)
@@ -195,7 +195,7 @@ def converse(monkeypatch, lines, *args, is_terminal=True):
     return seen
 
 
-def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, translator, monkeypatch, capsys):
+def test_interactive_translate_answers_each_line_immediately(tiny, translator, monkeypatch, capsys):
     seen = converse(monkeypatch, LINES, tiny.run, "--max-length-offset", "2")
     expected = translator.translate(LINES)
     assert seen == [("> ", expected[:count]) for count in range(4)]
@@ -204,21 +204,21 @@ def test_a_conversation_answers_each_line_before_the_next_is_typed(tiny, transla
     assert seen == [("", expected[:count]) for count in range(4)], "no prompt among translations that go to a file"
 
 
-def test_prefixes_of_lines_that_are_typed_are_refused(tiny, tmp_path, monkeypatch, capsys):
+def test_prefix_file_is_rejected_on_a_terminal(tiny, tmp_path, monkeypatch, capsys):
     (tmp_path / "prefixes").write_text("ein\n")
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
     assert module.main(["translate", str(tiny.run), "--prefixes", str(tmp_path / "prefixes")]) == 2
     assert "--prefixes needs lines from a file on stdin" in capsys.readouterr().err
 
 
-def test_a_line_that_is_typed_twice_is_drawn_twice(tiny, translator, monkeypatch):
+def test_repeated_interactive_line_gets_a_new_sample(tiny, translator, monkeypatch):
     seen = converse(monkeypatch, ["the dog"] * 3, tiny.run, "--max-length-offset", "2", "--sample", "--prefix", "drei")
     drawn = seen[-1][1]
     assert len(set(drawn)) == 3
     assert all(text.startswith("drei") for text in drawn)
 
 
-def test_progress_is_logged_every_ten_seconds_and_not_for_less(monkeypatch, caplog):
+def test_progress_is_logged_every_ten_seconds(monkeypatch, caplog):
     caplog.set_level("INFO")
     now = [0.0]
     monkeypatch.setattr(translation.time, "monotonic", lambda: now[0])
@@ -236,7 +236,7 @@ def test_progress_is_logged_every_ten_seconds_and_not_for_less(monkeypatch, capl
     assert len(caplog.messages) == 2
 
 
-def test_what_is_done_is_counted(translator):
+def test_progress_counts_translated_lines(translator):
     counts = []
     translator.translate_n_best([*LINES, "the cat"], 1, progress=counts.append)
     assert sum(counts) == 3  # the empty line takes no time

@@ -16,7 +16,7 @@ from transformer_jax.evaluation import evaluate as score_commands
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_failure_of_the_machine_is_one_line(cli, monkeypatch):
+def test_system_errors_are_reported_in_one_line(cli, monkeypatch):
     def fails(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/x")
 
@@ -86,7 +86,7 @@ def test_log_records_and_warnings_are_lines_on_stderr(cli, monkeypatch):
     assert not logging.getLogger("transformer_jax").handlers
 
 
-def test_a_warning_while_parsing_does_not_start_the_devices():
+def test_warning_during_parsing_does_not_initialize_devices():
     code = """
 import socket, sys, warnings
 from transformer_jax.cli.session import session

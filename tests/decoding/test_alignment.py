@@ -24,7 +24,7 @@ def translations(translator, *lengths):
 @pytest.mark.parametrize(
     ("layer", "source_eos", "source_bos"), [(None, True, False), (1, False, False), (3, True, False), (2, True, True)]
 )
-def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos, source_bos):
+def test_each_token_is_aligned_with_the_argmax_of_its_attention(layer, source_eos, source_bos):
     translator = make(num_layers=3, num_heads=2, source_eos=source_eos, source_bos=source_bos)
     texts = sentences(3, 9, 1, 12, 5)
     found = translations(translator, 4, 6, 2, 12, 9)
@@ -41,7 +41,7 @@ def test_each_token_is_aligned_with_what_it_attends_to_most(layer, source_eos, s
     assert len({place for (one,) in aligned for place, _ in one.pairs}) > 1
 
 
-def test_of_an_ensemble_it_is_the_mean():
+def test_ensemble_alignment_uses_the_mean_attention():
     one = make(num_layers=2)
     other = make(num_layers=1)
     texts = sentences(8, 9, 10)
@@ -53,7 +53,7 @@ def test_of_an_ensemble_it_is_the_mean():
         assert aligned.pairs == tuple((int(place), number) for number, place in enumerate(mean.argmax(axis=1)))
 
 
-def test_what_is_empty_or_cut_or_has_no_end():
+def test_alignment_of_empty_truncated_and_unfinished_sentences():
     translator = make(decoding={"max_source": 4})
     texts = ["", "one two three four five six"]
     with warnings.catch_warnings():
@@ -69,14 +69,14 @@ def test_what_is_empty_or_cut_or_has_no_end():
     assert [number for _, number in unended.pairs] == [0, 1]
 
 
-def test_a_layer_that_is_not_there():
+def test_missing_alignment_layer_is_rejected():
     translator = make()
     with pytest.raises(UserError, match="layer is 2; the decoder has layers 1 to 1"):
         align(translator, ["one"], translator.translate_n_best(["one"], 1), layer=2)
 
 
 @pytest.mark.parametrize("most", [2**24, 1])
-def test_a_batch_is_as_one_by_one(tiny, monkeypatch, most):
+def test_batched_alignment_equals_one_sentence_at_a_time(tiny, monkeypatch, most):
     monkeypatch.setattr(alignment, "_MAX_WEIGHTS", most)  # 1: each pair is a batch
     translator = Translator.load(tiny.run, beam_size=2)
     texts = ["the dog", "a cat sees the blue house", "two"]

@@ -70,14 +70,14 @@ def log_prob_by_hand(translator, source, ids):
     return np.log(np.mean(probs, axis=0)).sum()
 
 
-def test_the_mean_is_of_probabilities():
+def test_ensemble_averages_probabilities_not_logits():
     first, second = np.random.default_rng(0).normal(0, 3, (2, 4, 9))
     expected = np.log(sum(np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (first, second)) / 2)
     found = mean_of_probabilities([jnp.asarray(first), jnp.asarray(second)])
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
-def test_a_search_scores_by_the_mean_of_the_probabilities(both, alone):
+def test_search_scores_equal_the_mean_of_the_member_probabilities(both, alone):
     found = both.translate_n_best(LINES, 3)
     assert found != alone.translate_n_best(LINES, 3)
     for line, hypotheses in zip(LINES, found, strict=True):
@@ -91,21 +91,21 @@ def test_a_search_scores_by_the_mean_of_the_probabilities(both, alone):
     )
 
 
-def test_draws_are_scored_by_the_mean_and_read_their_own_sentence(both):
+def test_samples_are_scored_by_the_mean_and_attend_to_their_own_sentence(both):
     found = both.translate_n_best(LINES, 2, sampling=Sampling(), prefixes=["ein", "", "", "zwei"])
     for line, hypotheses in zip(LINES, found, strict=True):
         for one in hypotheses if line else ():
             assert one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=1e-4)
 
 
-def test_a_run_with_itself_is_that_run(tiny, alone):
+def test_ensemble_of_a_run_with_itself_equals_the_run(tiny, alone):
     twice = Translator.load(tiny.run, ensemble=[tiny.run, tiny.run], beam_size=3, stopping="huggingface")
     for first, second in zip(alone.translate_n_best(LINES, 3), twice.translate_n_best(LINES, 3), strict=True):
         assert [one.token_ids for one in first] == [one.token_ids for one in second]
         np.testing.assert_allclose([one.score for one in first], [one.score for one in second], rtol=1e-4)
 
 
-def test_pairs_and_the_perplexity_are_scored_by_the_mean_too(tiny, both):
+def test_score_pairs_and_perplexity_use_the_mean_of_the_members(tiny, both):
     pairs = read_split(tiny.config.data, "test")
     model, total, count = both.config.model, 0.0, 0
     encoded = both.tokenizers.target.encode(list(pairs.target))
@@ -126,7 +126,7 @@ def other(tiny, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
-def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
+def test_commands_use_every_run_of_an_ensemble(tiny, other, cli, tmp_path):
     def members(*checkpoints):
         runs = zip((tiny.run, other), checkpoints, strict=True)
         first, second = (Translator.load(run, checkpoint=step, max_length_offset=2) for run, step in runs)
@@ -169,7 +169,7 @@ def test_the_commands_compute_with_all_runs(tiny, other, cli, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["int8", "bfloat16"])
-def test_members_are_rounded_as_one_run_is(both, weights):
+def test_ensemble_members_are_quantized_like_a_single_run(both, weights):
     exact, rounded = (
         both.translate_n_best(LINES, 1),
         both.with_decoding(quantization=weights).translate_n_best(LINES, 1),
@@ -180,7 +180,7 @@ def test_members_are_rounded_as_one_run_is(both, weights):
             assert one.log_prob == pytest.approx(log_prob_by_hand(both, line, one.token_ids), rel=0.03)
 
 
-def test_the_shortest_table_of_positions_counts(tiny, alone):
+def test_smallest_position_table_limits_the_ensemble(tiny, alone):
     config = dataclasses.replace(alone.config.model, positions="learned", max_length=12)
     tokens = jnp.zeros((1, 2), jnp.int32)
     params = Transformer(config).init(jax.random.key(5), tokens, tokens)["params"]
@@ -192,12 +192,12 @@ def test_the_shortest_table_of_positions_counts(tiny, alone):
             score(short, Pairs(["a", "the dog"], ["zwei", long], "here"))
 
 
-def test_a_list_of_runs_is_needed(tiny):
+def test_empty_list_of_runs_is_rejected(tiny):
     with pytest.raises(UserError, match="ensemble is the string 'runs/b'; a list of runs is needed"):
         Translator.load(tiny.run, ensemble="runs/b")
 
 
-def test_runs_with_other_tokens_are_refused(tiny, tmp_path, cli):
+def test_runs_with_different_vocabularies_are_rejected(tiny, tmp_path, cli):
     other = tmp_path / "other"
     shutil.copytree(tiny.run, other)
     config = Config.from_json((other / "config.json").read_text())

@@ -53,7 +53,7 @@ def keys(seed: int, *shape: int) -> jax.Array:
 @pytest.mark.parametrize(
     ("sampling", "renormalize_logits"), [*((one, False) for one in SAMPLINGS), (SAMPLINGS[4], True)], ids=str
 )
-def test_frequencies_are_the_probabilities(sampling, renormalize_logits):
+def test_sample_frequencies_equal_the_probabilities(sampling, renormalize_logits):
     """5,000 draws: what cannot be drawn never is, and the rest deviates by chance alone (chi-square, p > 1e-4)."""
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
     count, forbidden = 5_000, (PAD, 5)
@@ -74,7 +74,7 @@ def test_frequencies_are_the_probabilities(sampling, renormalize_logits):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[1:], ids=str)
-def test_what_may_be_drawn_is_what_hugging_face_leaves(sampling):
+def test_sampling_support_equals_hugging_face_warpers(sampling):
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(2).normal(0, 2, (40, 30)).astype(np.float32)
@@ -124,7 +124,7 @@ def test_impossible_and_forced_tokens():
         ({"top_p": 1.1}, "top_p is 1.1"),
     ],
 )
-def test_what_is_not_legal_is_refused(wrong, message):
+def test_invalid_sampling_settings_are_rejected(wrong, message):
     with pytest.raises(UserError, match=message):
         Sampling(**wrong)
 
@@ -143,7 +143,7 @@ def draws(model, sentences, limits, width, row_keys, sampling=Sampling(), **opti
     return jax.tree.map(np.asarray, run(state, jnp.asarray(limits), row_keys))
 
 
-def test_each_draw_is_scored_by_the_model_and_the_most_probable_comes_first():
+def test_samples_are_scored_by_the_model_and_sorted_by_score():
     model = Model(9, 1.0)
     result = draws(model, [3, 4], [6, 0], 6, keys(0, 2, 50), Sampling(temperature=1.3, top_k=5), forbidden_ids=(UNK,))
     assert np.all(np.diff(result.scores[0]) <= 0)
@@ -167,7 +167,7 @@ def test_samples_have_min_length_tokens_before_eos():
     assert not np.any(longer.tokens[0, :, :3] == EOS)
 
 
-def test_sentences_are_drawn_as_often_as_they_are_probable():
+def test_sentence_frequencies_equal_their_probabilities():
     """Whole sentences of two tokens: the frequencies are the products of the probabilities of their tokens."""
     model, count = Model(6), 10_000
     result = draws(model, [1], [2], 2, keys(4, 1, count))
@@ -187,7 +187,7 @@ def test_sentences_are_drawn_as_often_as_they_are_probable():
     assert statistic < 50  # 20 degrees of freedom: p < 0.0003
 
 
-def test_a_draw_depends_on_its_key_and_on_no_other():
+def test_each_sample_depends_only_on_its_own_key():
     model, row_keys = Model(12, 0.5), keys(7, 5, 3)
     together = draws(model, range(5), [3, 9, 9, 1, 9], 9, row_keys)
     for row, limit in enumerate((3, 9, 9, 1, 9)):
@@ -197,7 +197,7 @@ def test_a_draw_depends_on_its_key_and_on_no_other():
     assert np.any(other.tokens[1:3] != together.tokens[1:3])
 
 
-def test_the_top_one_is_greedy_search_and_a_prefix_begins_each_draw():
+def test_top_1_sampling_equals_greedy_search_and_samples_start_with_the_prefix():
     model, limits = Model(9, 0.5), jnp.array([7] * 10)
     search = quick_jit(lambda state: greedy_search(model.step, state, spec(limits, 7)))
     expected = jax.device_get(search(model.state(range(10))))

@@ -30,7 +30,7 @@ from transformer_jax.decoding.search import SearchResult, greedy_search
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
 @pytest.mark.parametrize(("v", "limit", "k"), [(4, 2, 4), (4, 3, 16), (5, 3, 25)])
-def test_a_wide_beam_finds_what_enumeration_finds(v, limit, k, kind, alpha):
+def test_wide_beam_equals_enumeration(v, limit, k, kind, alpha):
     """k = V, and k = V^(L-1): no hypothesis is ever dropped. The n best, with their scores, cut-off ones included."""
     model = Model(v)
     sentences = range(5)
@@ -59,7 +59,7 @@ def test_forbidden_ids_are_never_generated():
         (5, 5, 0.0, "gnmt", 1.5),
     ],
 )
-def test_rules_agree_with_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
+def test_stopping_rules_equal_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
     """One batch of sentences with limits of their own; each agrees with the loop over that sentence alone."""
     model = Model(13, eos_bonus)
     sentences = list(range(100, 132))
@@ -80,7 +80,7 @@ def test_wide_beam_with_min_length_equals_enumeration(min_length):
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_rules_with_min_length_agree_with_plain_loops(stopping):
+def test_stopping_rules_with_min_length_equal_plain_loops(stopping):
     """A limit below `min_length` cuts the hypothesis off without EOS."""
     model, k, n = Model(13, 3.0), 3, 2
     limits = [1 + i % 9 for i in range(32)]
@@ -93,7 +93,7 @@ def test_rules_with_min_length_agree_with_plain_loops(stopping):
     assert np.any(free.tokens != result.tokens)
 
 
-def test_rules_differ():
+def test_stopping_rules_give_different_results():
     """Or the test above would prove less than it seems to."""
     model = Model(12, 2.0)
     results = [
@@ -106,7 +106,7 @@ def test_rules_differ():
 
 @pytest.mark.parametrize("alpha", [-0.5, 0.0, 0.6, 2.0])
 @pytest.mark.parametrize("n", [1, 4])
-def test_paper_stops_early_with_the_result_of_never_stopping(monkeypatch, alpha, n):
+def test_paper_rule_stops_early_without_changing_the_result(monkeypatch, alpha, n):
     model = Model(12, 2.5)
     options = {"k": 4, "n_best": n, "alpha": alpha, "width": 40}
     early = beams(model, range(20), [40] * 20, **options)
@@ -128,7 +128,7 @@ def test_paper_stops_early_with_the_result_of_never_stopping(monkeypatch, alpha,
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_a_result_does_not_depend_on_the_batch(stopping):
+def test_beam_search_result_does_not_depend_on_the_batch(stopping):
     model = Model(12, 1.5)
     sentences, limits = list(range(8)), [3, 15, 1, 8, 15, 6, 15, 2]
     together = beams(model, sentences, limits, k=3, n_best=2, width=15, stopping=stopping)
@@ -137,7 +137,7 @@ def test_a_result_does_not_depend_on_the_batch(stopping):
         jax.tree.map(lambda one, all_: np.testing.assert_array_equal(one[0], all_[row]), alone, together)  # noqa: B023  called at once
 
 
-def test_limits_hold_for_each_sentence():
+def test_length_limits_hold_per_sentence():
     """Ends are rare here: what does not come to one is cut at its own limit, and the width holds them all."""
     result = beams(Model(9, -30.0), range(4), [1, 4, 0, 99], k=2, width=6)
     assert result.lengths[:, 0].tolist() == [1, 4, 0, 6]
@@ -147,7 +147,7 @@ def test_limits_hold_for_each_sentence():
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_padding_follows_the_end(stopping):
+def test_padding_follows_eos(stopping):
     result = beams(Model(9, 2.0), range(30), [9] * 30, k=4, n_best=4, stopping=stopping)
     for tokens, length in zip(result.tokens.reshape(-1, 9), result.lengths.reshape(-1), strict=True):
         assert not np.any(tokens[:length] == PAD)
@@ -177,7 +177,7 @@ def test_ties_are_resolved_by_beam_then_id(stopping):
     )
 
 
-def test_one_compilation_a_shape():
+def test_beam_search_compiles_once_per_shape():
     model = Model(9)
     beams(model, [1, 2], [7, 3], k=3, width=7)
     traces = model.traces
@@ -203,7 +203,7 @@ def test_state_is_reordered_by_the_callers_function():
     assert any((rows != np.arange(12)).any() for rows in seen)
 
 
-def test_beam_search_refuses_what_it_cannot_do():
+def test_invalid_beam_search_arguments_are_rejected():
     with pytest.raises(ValueError, match=r"n_best=3 is out of range for beam_size=2\. Set n_best"):
         beams(Model(5), [0], [2], k=2, n_best=3)
     with pytest.raises(Exception, match="never"):
@@ -221,7 +221,7 @@ def prefixed(model, sentences, limits, prefixes, **options) -> SearchResult:
 
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
-def test_a_wide_beam_with_a_prefix_finds_what_enumeration_finds_of_those_that_begin_with_it(kind, alpha):
+def test_wide_beam_with_prefix_equals_enumeration(kind, alpha):
     """Prefixes of several lengths in one batch, none among them, and one that no search would begin with."""
     model = Model(5)
     prefixes = [(), (4,), (2, 3), (3, 4, 2), (4, 4)]
@@ -234,7 +234,7 @@ def test_a_wide_beam_with_a_prefix_finds_what_enumeration_finds_of_those_that_be
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
 @pytest.mark.parametrize(("k", "n", "kind", "alpha"), [(1, 1, "gnmt", 0.6), (3, 2, "power", 1.0), (4, 4, "none", 0.6)])
-def test_rules_with_prefixes_agree_with_plain_loops(stopping, k, n, kind, alpha):
+def test_stopping_rules_with_prefixes_equal_plain_loops(stopping, k, n, kind, alpha):
     """None, short ones, one with what is forbidden elsewhere, and one as long as the limit, side by side."""
     model = Model(13, 1.5)
     sentences, limits = list(range(12)), [9, 9, 9, 4] * 3
@@ -252,7 +252,7 @@ def test_rules_with_prefixes_agree_with_plain_loops(stopping, k, n, kind, alpha)
 
 
 @pytest.mark.parametrize("renormalize_logits", [False, True])
-def test_a_prefix_may_have_what_is_forbidden_elsewhere(renormalize_logits):
+def test_prefix_may_contain_forbidden_ids(renormalize_logits):
     model = Model(9)
     result = prefixed(model, [3], [6], [(UNK, 5)], k=2, forbidden_ids=(UNK,), renormalize_logits=renormalize_logits)
     assert result.tokens[0, 0, :2].tolist() == [UNK, 5]
@@ -281,7 +281,7 @@ def greedy(model, sentences, limits, width, **options) -> SearchResult:
 @pytest.mark.parametrize(
     ("forbidden", "prefix", "min_length"), [((), (), 0), ((3, 4), (), 2), ((3, 4), (4, 6), 0), ((), (4,), 3)]
 )
-def test_greedy_is_a_loop_of_argmax(forbidden, prefix, min_length):
+def test_greedy_search_equals_an_argmax_loop(forbidden, prefix, min_length):
     model = Model(9, 0.5)
     limits = [i % 8 for i in range(24)]
     begins = jnp.array([prefix] * 24, jnp.int32) if prefix else None
@@ -332,7 +332,7 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_impossible_tokens_give_no_nan(stopping):
+def test_search_without_possible_tokens_gives_no_nan(stopping):
     """After one token nothing is possible any more: there is no hypothesis, and this is said, without NaN."""
 
     class DeadEnd(Model):
@@ -362,7 +362,7 @@ class Without(Model):
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
-def test_renormalized_beams_are_those_of_a_model_without_the_forbidden_ids(stopping):
+def test_renormalized_beams_equal_a_model_without_the_forbidden_ids(stopping):
     options = {"k": 3, "n_best": 3, "stopping": stopping, "alpha": 1.0, "length_penalty": "power"}
     found = beams(Model(7), [4, 5, 6], [5, 5, 5], forbidden_ids=(PAD, UNK), renormalize_logits=True, **options)
     expected = beams(Without(7), [4, 5, 6], [5, 5, 5], **options)

@@ -15,7 +15,7 @@ def best_tokens(logits, k, pad, forbidden_ids=(), **options):
 
 
 @pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])
-def test_top_is_top_k_with_ties(v, n):
+def test_top_k_equals_lax_top_k_including_ties(v, n):
     """Few different values, so that the best are many times there, in one block of the vocabulary and in several."""
     for values in (3, 40, 10**6):
         x = jnp.asarray(np.random.default_rng(v).integers(0, values, (6, v)).astype(np.float32))
@@ -25,7 +25,7 @@ def test_top_is_top_k_with_ties(v, n):
 
 @pytest.mark.parametrize("v", [6, 900])
 @pytest.mark.parametrize("renormalize_logits", [False, True])
-def test_best_tokens_are_those_of_a_softmax(v, renormalize_logits):
+def test_best_tokens_equal_top_k_of_log_softmax(v, renormalize_logits):
     logits = np.random.default_rng(0).normal(0, 3, (4, v))
     forbidden, pad = (1, 4), 2
     kept = np.delete(np.exp(logits), forbidden, axis=1) if renormalize_logits else np.exp(logits)
@@ -56,7 +56,7 @@ def test_dtypes_are_at_least_float32():
 
 
 @pytest.mark.parametrize("possible", [1, 100, 300, 1000])
-def test_no_token_comes_twice_where_few_of_many_are_possible(possible):
+def test_best_tokens_are_distinct_when_few_are_possible(possible):
     """Most blocks of the vocabulary have no token that may be generated: none of the others is searched twice."""
     logits = -0.01 * jnp.arange(2000.0)[None]
     log_probs, ids = best_tokens(logits, 8, 0, range(possible + 1, 2000))

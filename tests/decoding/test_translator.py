@@ -46,7 +46,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_sentence_alone_is_translated_as_among_others_and_order_is_kept(beam_size):
+def test_translation_does_not_depend_on_the_batch_and_order_is_kept(beam_size):
     texts = sentences(3, 9, 1, 2)
     texts[2:2] = ["", "  \t"]
     # With this rule every hypothesis ends; by the paper's those without EOS stand last, whatever they score.
@@ -62,14 +62,14 @@ def test_a_sentence_alone_is_translated_as_among_others_and_order_is_kept(beam_s
     assert together[2] == together[3] == [("", 0.0, 0.0, 0, ())], "empty lines stay empty"
 
 
-def test_results_come_in_the_order_of_the_input_though_sorted_inside(calls):
+def test_results_keep_input_order_despite_sorting_by_length(calls):
     texts = [f"{word} {'ten ' * fill}".strip() for fill, word in zip((5, 0, 30, 2, 0, 12, 9), WORDS[:7], strict=True)]
     assert make(decoding={"batch_tokens": 20}).translate(texts) == WORDS[:7]
     lengths = [call.src.shape[1] for call in calls]
     assert lengths == sorted(lengths, reverse=True), "the longest first: what is short of memory fails at once"
 
 
-def test_few_shapes_and_a_budget_of_tokens(calls):
+def test_batches_have_few_shapes_within_the_token_budget(calls):
     translator = make(decoding={"batch_tokens": 128}, max_length=256)
     translator.translate(sentences(*range(1, 190), *range(1, 60)))
     shapes = {(call.src.shape, call.max_length) for call in calls}
@@ -82,7 +82,7 @@ def test_few_shapes_and_a_budget_of_tokens(calls):
     assert {call.src.shape[0] for call in calls if call.src.shape[1] == 8} <= {1, 2, 4, 8, 16}
 
 
-def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, monkeypatch):
+def test_cpu_batches_are_small_unless_weights_exceed_the_cache(calls, monkeypatch):
     texts = sentences(*[7] * 300)
 
     def shapes(translator):
@@ -103,14 +103,14 @@ def test_a_cpu_takes_small_batches_unless_the_weights_leave_its_caches(calls, mo
     assert shapes(translator) == {(512, 8)}
 
 
-def test_draws_are_rows_of_the_batch(calls):
+def test_samples_count_towards_the_token_budget(calls):
     translator = make(decoding={"batch_tokens": 256}, max_length=256)
     translator.translate_n_best(sentences(*[7] * 40), 8, sampling=Sampling())
     assert {call.src.shape for call in calls} == {(4, 8)}  # of 8 draws each: 256 tokens
     assert calls[0].keys.shape == (4, 8)
 
 
-def test_a_cpu_searches_as_many_batches_at_a_time_as_it_has_cores(calls, monkeypatch):
+def test_cpu_searches_one_batch_per_core_concurrently(calls, monkeypatch):
     answer, together, last = module.search, threading.Barrier(3, timeout=60), threading.Event()
 
     def search(params, src, spec, **options):
@@ -127,7 +127,7 @@ def test_a_cpu_searches_as_many_batches_at_a_time_as_it_has_cores(calls, monkeyp
     assert make().translate(texts) == ["three", "one", "two"]
 
 
-def test_an_interrupt_does_not_wait_for_the_batches_to_come(calls, monkeypatch):
+def test_interrupt_cancels_pending_batches(calls, monkeypatch):
     answer = module.search
 
     def search(*args, **options):
@@ -145,7 +145,7 @@ def test_an_interrupt_does_not_wait_for_the_batches_to_come(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])
-def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
+def test_growing_the_cache_does_not_change_translations(monkeypatch, beam_size):
     translator = make(decoding={"beam_size": beam_size, "max_length_offset": 6 + beam_size, "stopping": "huggingface"})
     texts = sentences(3, 5, 7, 8)
     monkeypatch.setattr(decode_module, "CACHE_SIZES", (2, 5))
@@ -157,7 +157,7 @@ def test_a_cache_that_grows_gives_the_same_translations(monkeypatch, beam_size):
         assert one[0].score == pytest.approx(other[0].score, rel=1e-5)
 
 
-def test_one_trace_for_each_shape():
+def test_translator_traces_once_per_shape():
     texts = sentences(3, 4, 11, 12)
     make(decoding={"max_length_offset": 3}).translate(texts)
     traces = search._cache_size()
@@ -171,7 +171,7 @@ def test_no_texts_give_no_translations():
     assert make().translate(["", " "]) == ["", ""]
 
 
-def test_padded_lengths_waste_little():
+def test_padded_lengths_waste_little_computation():
     for length in range(1, 1000):
         assert length <= padded_length(length) < max(length + 8, 1.26 * length)
 
@@ -179,7 +179,7 @@ def test_padded_lengths_waste_little():
 # ------------------------------------------------------------------------------------------------------------ limits
 
 
-def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_span_too():
+def test_search_longer_than_the_learned_positions_is_rejected():
     """The cache begins with room for fewer positions than the table has."""
     model = ModelConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=2, d_ff=8, positions="learned", max_length=40)
     params, src = abstract_params(model), jax.ShapeDtypeStruct((1, 3), jnp.int32)
@@ -195,7 +195,7 @@ def test_a_search_longer_than_the_learned_positions_is_refused_beyond_the_first_
 
 
 @pytest.mark.parametrize("source_eos", [True, False])
-def test_the_limit_is_the_source_and_max_extra_with_eos_counted_on_both_sides(calls, source_eos):
+def test_length_limit_is_source_length_plus_offset_counting_eos(calls, source_eos):
     make(source_eos=source_eos, decoding={"max_length_offset": 50}).translate(sentences(6, 3, 3))
     (call,) = calls
     assert call.limits.tolist() == [7 + 50, 4 + 50, 4 + 50, 0]
@@ -215,7 +215,7 @@ def test_no_translation_is_longer_than_its_limit():
         assert found[0].num_tokens == length + 1 + 3
 
 
-def test_a_source_beyond_max_source_is_cut_with_a_warning(calls):
+def test_source_longer_than_max_source_is_truncated_with_a_warning(calls):
     translator = make(decoding={"max_source": 4})
     with pytest.warns(UserWarning, match=r"line 2 has 6 tokens; it is cut after 3 \(decoding\.max_source\)"):
         translator.translate(sentences(3, 6))
@@ -224,7 +224,7 @@ def test_a_source_beyond_max_source_is_cut_with_a_warning(calls):
     assert (call.src == EOS_ID).sum(axis=1).tolist() == [1, 1], "EOS is kept"
 
 
-def test_learned_positions_serve_up_to_their_last_row():
+def test_learned_positions_are_usable_up_to_the_last_row():
     # 11 and EOS fill the table of 12 rows, which is no length that sources are padded to otherwise.
     translator = _learned(12)
     assert padded_length(12) > 12
@@ -260,7 +260,7 @@ def teacher_forced(translator, src, targets):
 
 
 @pytest.mark.parametrize("beam_size", [1, 4])
-def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
+def test_search_log_probs_equal_teacher_forcing(beam_size):
     translator = make(decoding={"beam_size": beam_size, "alpha": 0.6})
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
     limits = np.array([8, 6], np.int32)
@@ -282,7 +282,7 @@ def test_log_probabilities_are_those_of_the_model_without_a_cache(beam_size):
 
 
 @pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weights):
+def test_search_log_probs_with_quantized_weights_are_close(weights):
     translator = make(decoding={"quantization": weights})
     translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
@@ -298,7 +298,7 @@ def test_log_probabilities_with_rounded_weights_are_near_those_of_the_model(weig
         assert 0 < abs(found.log_probs[row, 0] - total) < 0.1 * length
 
 
-def test_rows_of_the_table_without_a_token_are_never_generated():
+def test_ids_without_a_token_are_never_generated():
     translator = make(vocab_size=40)
     assert translator.tokenizers.target.vocab_size == 14
     for hypotheses in translator.translate_n_best(sentences(3, 4, 5, 6, 7), 1):
@@ -307,7 +307,7 @@ def test_rows_of_the_table_without_a_token_are_never_generated():
         assert hypotheses[0].num_tokens - words in (0, 1)
 
 
-def test_a_line_break_in_a_translation_is_a_space(calls, monkeypatch):
+def test_line_break_in_a_translation_becomes_a_space(calls, monkeypatch):
     translator = make()
     monkeypatch.setattr(type(translator.tokenizers.target), "decode", lambda self, rows: ["one\ntwo\n" for _ in rows])
     assert translator.translate(["ten"]) == ["one two "]
@@ -316,24 +316,24 @@ def test_a_line_break_in_a_translation_is_a_space(calls, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_n_best_is_at_most_the_beam():
+def test_n_best_above_the_beam_size_is_rejected():
     for n_best in (0, 3):
         with pytest.raises(UserError, match=f"n_best is {n_best}; .*beam_size 2"):
             make(decoding={"beam_size": 2}).translate_n_best(["ten"], n_best)
 
 
-def test_a_string_is_not_a_list_of_strings():
+def test_single_string_instead_of_a_list_is_rejected():
     with pytest.raises(UserError, match="texts is the string 'ten'; a list of strings is needed"):
         make().translate("ten")
 
 
-def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
+def test_tokenizer_larger_than_the_model_vocabulary_is_rejected():
     translator, small = make(), make(vocab_size=13)
     with pytest.raises(UserError, match="source tokenizer has 14 entries and the model's table 13 rows"):
         Translator(small.config, small.params, translator.tokenizers)
 
 
-def test_load_takes_fields_of_the_decoding_section(tiny):
+def test_load_accepts_decoding_fields_as_keywords(tiny):
     translator = Translator.load(str(tiny.run), max_length_offset=0, checkpoint="2")
     assert translator.config.decoding == dataclasses.replace(tiny.config.decoding, max_length_offset=0, checkpoint="2")
     first, last = (Translator.load(tiny.run, checkpoint=name).params for name in ("2", "last"))
@@ -351,7 +351,7 @@ def test_load_takes_fields_of_the_decoding_section(tiny):
         ({"checkpoint": "3"}, "no checkpoint '3'; there are last, best, average and the steps 2, 4"),
     ],
 )
-def test_load_refuses_what_is_not_there(tiny, decoding, message):
+def test_load_rejects_missing_runs_and_invalid_fields(tiny, decoding, message):
     with pytest.raises(UserError, match=message):
         Translator.load(tiny.run, **decoding)
     with pytest.raises(UserError, match="is not a run"):
