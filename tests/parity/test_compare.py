@@ -194,6 +194,20 @@ def test_default_models_are_small_and_post_norm_where_possible(peers):
         assert max(item.size for item in jax.tree.leaves(random_params(peer.default))) < 10_000
 
 
+def test_missing_and_unexpected_tensors_of_a_peer_raise(peers, monkeypatch):
+    """A tensor of zeros without a place would not show as a difference."""
+    *_, oracle = pair(peers, "torch")
+    tensors = oracle._foreign(oracle.weights)
+    first = next(iter(tensors))
+    for wrong, message in (
+        (tensors | {"extra": np.zeros(2)}, "Unexpected key.*extra"),
+        ({name: tensor for name, tensor in tensors.items() if name != first}, f"Missing key.*{first}"),
+    ):
+        monkeypatch.setattr(peers.Oracle, "_foreign", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(RuntimeError, match=message):
+            oracle.build()
+
+
 @pytest.mark.parametrize("mass", ["non_target", "all", "non_target_non_pad"])
 def test_loss_of_the_oracle_equals_the_reference(mass, optional_package):
     torch = optional_package("torch")

@@ -87,12 +87,7 @@ class _Reader:
 
 
 def read_model_file(path: Path) -> dict[str, np.ndarray]:
-    """Read every array of a `model.bin` under its name and its aliases, memory-mapped. Weights are float32.
-
-    Raises:
-        UserError: The file is missing or damaged, has another version or another kind of model, or its weights are
-            not float32.
-    """
+    """Read every array of a `model.bin` under its name and its aliases, memory-mapped. Weights must be float32."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     reader = _Reader(path)
@@ -166,15 +161,9 @@ def write_model_file(path: Path, variables: Mapping[str, np.ndarray], aliases: M
 def read_tokens(
     folder: Path, settings: Settings, source_rows: int, target_rows: int
 ) -> tuple[TokenizerPair, bool, ModelFields]:
-    """Read the vocabularies, lists of tokens of which a few are special by their name.
+    """Return the tokenizers, whether both sides share one vocabulary, and the special ids with the decoder's start.
 
     The padding of vocabularies without one gets the first id beyond the rows of both embedding tables.
-
-    Returns:
-        The tokenizers, whether both sides share one vocabulary, and the special ids and the decoder's start.
-
-    Raises:
-        UserError: A file is missing or damaged, or the two sides have a special token at different ids.
     """
     unknown = settings.read("unk_token", str)
     source = _read_vocabulary(folder, "source", unknown, source_rows)

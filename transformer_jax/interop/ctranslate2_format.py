@@ -78,11 +78,8 @@ _ZERO = ("multi_query_attention", "alibi", "scale_alibi", "with_relative_positio
 def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
     """Read a folder with `model.bin` and its vocabularies, with the decoding defaults of `translate_batch`.
 
-    The tokenizers of a folder that this package wrote take text. Those of other folders take tokens of the
-    vocabularies with spaces between them. Files that do not store the number of attention heads need `num_heads`.
-
-    Raises:
-        UserError: A file is missing or damaged, weights are not float32, or the model is not supported.
+    The tokenizers of a folder that this package wrote take text, others take tokens with spaces between them.
+    Files that do not store the number of attention heads need `num_heads`.
     """
     path = folder / "model.bin"
     stored = read_model_file(path)
@@ -128,13 +125,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
 def write_ctranslate2(
     folder: Path, config: Config, params: Params, tokenizers: TokenizerPair, warn: Callable[[str], None]
 ) -> None:
-    """Write a folder that `ctranslate2.Translator` loads, without the table rows beyond the vocabularies.
-
-    `warn` is called with each difference between the run's decoding and `translate_batch`.
-
-    Raises:
-        UserError: CTranslate2 cannot express the model. The fields are named.
-    """
+    """Write a folder that `ctranslate2.Translator` loads, without the table rows beyond the vocabularies."""
     model, decoding = config.model, config.decoding
     CTRANSLATE2.check(model)
     source, target = unique_tokens(tokenizers.source), unique_tokens(tokenizers.target)

@@ -114,10 +114,7 @@ def warn_about_penalty(decoding: DecodingConfig, program: str, warn: Callable[[s
 
 
 def unique_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the token of each id, with a special token renamed if a word of the vocabulary is spelled like it.
-
-    Formats that look tokens up by name need every name to be unique.
-    """
+    """Return the token of each id, with a special token renamed if a word of the vocabulary is spelled like it."""
     words = tokenizer.tokens(range(tokenizer.vocab_size))
     for name in SPECIAL:
         i = getattr(tokenizer, f"{name}_id")
@@ -129,16 +126,7 @@ def unique_tokens(tokenizer: Tokenizer) -> list[str]:
 def propose_config(
     tensors: Tensors, table: Format, tokenizers: TokenizerPair | None, stated: Mapping[str, object], origin: str
 ) -> Config:
-    """Return a configuration for a state dict.
-
-    The tokenizers state the special ids. None assumes the ids of this package.
-
-    Sizes, biases, tied tables, final norms and position tables are visible in the tensors. The fields in `INVISIBLE`
-    are not: the format or the user states them. Those in `ASSUMED` have a usual value, which is logged.
-
-    Raises:
-        UserError: A field that the tensors cannot show is not stated, or the tensors are not those of a Transformer.
-    """
+    """Return a configuration for a state dict. Without tokenizers it has this package's special ids."""
     visible = visible_fields(table.prepare(tensors, origin), table, origin)
     stated = {**table.conventions, **stated}
     missing = {name: why for name, why in INVISIBLE.items() if name not in {**visible, **stated}}
@@ -174,11 +162,7 @@ def training_length(model: ModelConfig) -> int:
 
 
 def visible_fields(tensors: Tensors, table: Format, origin: str) -> ModelFields:
-    """Return the fields of `ModelConfig` that the tensors of a state dict show.
-
-    Raises:
-        UserError: An embedding table or a feed-forward projection is missing.
-    """
+    """Return the fields of `ModelConfig` that the tensors of a state dict show."""
     by_path = _tensors_by_path(tensors, table)
 
     def need(path: str) -> np.ndarray:

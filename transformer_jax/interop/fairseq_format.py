@@ -111,12 +111,7 @@ FAIRSEQ = Format(
 def read_fairseq(path: Path) -> Imported:
     """Read a folder with a checkpoint `*.pt`, two `dict.LANGUAGE.txt` and optionally subword-nmt codes.
 
-    Codes (`bpecodes`, `code` or `codes`) make tokenizers that take text. Without them the tokenizers take text that
-    is split into pieces already. Pass the path of a checkpoint if the folder has several.
-
-    Raises:
-        UserError: A file is missing or damaged, the checkpoint holds objects other than tensors, or the model has
-            settings that this package's model does not know.
+    With codes (`bpecodes`, `code` or `codes`) the tokenizers take text, otherwise text that is split into pieces.
     """
     file = single_file(path, ("*.pt",), preferred=("checkpoint_best.pt", "model.pt"))
     checkpoint = load_torch(file, (argparse.Namespace,))
@@ -144,11 +139,7 @@ def read_fairseq(path: Path) -> Imported:
 
 
 def read_dictionary(path: Path, codes: Path | None = None) -> Tokenizer:
-    """Read a `dict.LANGUAGE.txt`, which has a piece and its count on each line, and optionally subword-nmt codes.
-
-    Raises:
-        UserError: A file cannot be read, or a line is not a piece and its count.
-    """
+    """Read a `dict.LANGUAGE.txt`, which has a piece and its count on each line, and optionally subword-nmt codes."""
     vocabulary, known = list(SPECIAL_TOKENS), set(SPECIAL_TOKENS)
     for number, line in enumerate(read_text(path).removesuffix("\n").split("\n"), 1):
         overwrites = line.endswith(" #fairseq:overwrite")

@@ -28,16 +28,9 @@ def names(
 ) -> tuple[Row, ...]:
     """Return the rows of a table {foreign name: path or list of paths} in the language of `read_mapping`.
 
-    Args:
-        table: The table. A foreign module whose name ends in `_` or `/` joins it to the names of its tensors.
-        layer: Foreign name of a layer, for which `{layer}` stands on the left. On the right `{layer}` stands for
-            `{encoder,decoder}/layer_{i}`.
-        norm: Names of a norm's tensors.
-        zeros: Whether the format has biases of zeros where the model has none, for rows that name modules.
-        origin: Where the table comes from, for errors.
-
-    Raises:
-        UserError: A row cannot be understood.
+    On the left `{layer}` stands for `layer`, on the right for `{encoder,decoder}/layer_{i}`. A foreign module whose
+    name ends in `_` or `/` joins it to the names of its tensors. `zeros` says whether the format has biases of zeros
+    where the model has none.
     """
     rows: list[Row] = []
     for foreign, value in table.items():
@@ -61,7 +54,7 @@ def names(
 
 
 def read_mapping(path: Path) -> Format:
-    """Read a mapping file.
+    """Read a mapping file, such as this one.
 
         ignore = [".pe"]                # name endings of tensors that hold no parameter
 
@@ -71,15 +64,7 @@ def read_mapping(path: Path) -> Format:
         "{enc,dec}.{i}.qkv.weight" = "{encoder,decoder}/layer_{i}/self_attention/{query,key,value}/kernel"
         "dec.{i}.xk" = "decoder/layer_{i}/cross_attention/key/kernel"
 
-    - `{i}` is the index of a layer.
-    - `{a,b}` stands for alternatives. Those on the left pair with those on the right in order, so the second line
-      above stands for four. Alternatives that only the right has are stacked in one tensor, in that order.
-    - A right side that names a parameter takes the tensor on the left. A right side that names a module takes the
-      tensors `weight` and `bias` of the module on the left.
-    - The right side may also be a list of parameters that are stacked in one tensor.
-
-    Raises:
-        UserError: The file is missing, is not TOML, or has a line that cannot be understood.
+    docs/interop.md explains the language.
     """
     try:
         tree = tomllib.loads(read_text(path))
@@ -94,11 +79,7 @@ def read_mapping(path: Path) -> Format:
 
 
 def check_mapping(table: Format, config: ModelConfig, path: Path) -> None:
-    """Check that every parameter that a mapping file names exists in a model.
-
-    Raises:
-        UserError: The model has no such parameter. Similar names are listed.
-    """
+    """Check that every parameter that a mapping file names exists in a model."""
     known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
     # A module may be without a bias.
     optional = {name.rpartition("/")[0] + "/bias" for name in known if name.endswith("/kernel")} | {"logits_bias"}

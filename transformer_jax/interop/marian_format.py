@@ -109,16 +109,10 @@ _FIELDS: dict[str, tuple[str, type[Any], Any]] = {
 
 
 def read_marian(folder: Path) -> Imported:
-    """Read a Marian folder.
-
-    It has `config.json`, `model.safetensors` or `pytorch_model.bin`, `source.spm`, `target.spm`, `vocab.json`, and
-    optionally `generation_config.json`, whose settings override those of `config.json`.
+    """Read a Marian folder, whose `generation_config.json` overrides settings of `config.json`.
 
     `generate` limits the output to `max_length` tokens. This package limits it to the number of source tokens plus
     `decoding.max_length_offset`, which becomes 128, or `max_length` if that is less.
-
-    Raises:
-        UserError: A file is missing or damaged, or a setting is not supported.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
@@ -167,13 +161,7 @@ def read_marian(folder: Path) -> Imported:
 def write_marian(
     folder: Path, config: Config, params: Params, tokenizers: TokenizerPair, warn: Callable[[str], None]
 ) -> None:
-    """Write a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load.
-
-    `warn` is called with each difference between the run's decoding and `generate`.
-
-    Raises:
-        UserError: Marian cannot express the model. The fields are named.
-    """
+    """Write a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load."""
     tensors = marian_tensors(params, config.model)
     write_tokenizers(folder, tokenizers, config.model)
     write_json(folder / "config.json", _config_json(config.model))
@@ -182,11 +170,7 @@ def write_marian(
 
 
 def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the float32 tensors of a `MarianMTModel` that computes the same function.
-
-    Raises:
-        UserError: Marian cannot express the model. The fields are named.
-    """
+    """Return the float32 tensors of a `MarianMTModel` that computes the same function."""
     MARIAN.check(model)
     if model.positions == "interleaved":
         params = in_halves(params, model.d_model)

@@ -24,11 +24,7 @@ _WHITE_SPACE = (
 
 
 def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> TokenizerPair:
-    """Read the tokenizers of a Marian folder, whose model has the given special ids.
-
-    Raises:
-        UserError: A file is missing or damaged.
-    """
+    """Read the tokenizers of a Marian folder, whose model has the given special ids."""
     if (folder / OWN_TOKENIZER).is_dir():
         return TokenizerPair.load(folder / OWN_TOKENIZER)
     missing = [name for name in ("source.spm", "target.spm", "vocab.json") if not (folder / name).is_file()]
@@ -63,11 +59,7 @@ def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> Toke
 
 
 def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> None:
-    """Write files that `AutoTokenizer` loads.
-
-    Raises:
-        UserError: The library cannot express the tokenizers.
-    """
+    """Write files that `AutoTokenizer` loads."""
     source, target = pair.source, pair.target
     settings: dict[str, object] = {"model_max_length": model.max_length, "clean_up_tokenization_spaces": False}
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):

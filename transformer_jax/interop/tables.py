@@ -35,21 +35,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table. `{i}` in a name stands for the index of a layer.
+    """One row of a table. `{i}` in a name stands for the index of a layer."""
 
-    Attributes:
-        foreign: Names of the foreign tensor. The first one is written, all of them are read.
-        ours: Paths of the parameters that the foreign tensor holds, stacked along its first axis.
-        zeros: Whether the format always has this tensor, with zeros where the model has no such parameter.
-        leading: Number of axes of length 1 in front of the foreign tensor's other axes.
-        unless: Path of a parameter. The row does not apply to models that have it.
-    """
-
-    foreign: tuple[str, ...]
-    ours: tuple[str, ...]
-    zeros: bool = False
-    leading: int = 0
-    unless: str = ""
+    foreign: tuple[str, ...]  # names of the foreign tensor: the first is written, all are read
+    ours: tuple[str, ...]  # paths of the parameters that it holds, stacked along its first axis
+    zeros: bool = False  # whether the format always has it, with zeros where the model has no such parameter
+    leading: int = 0  # number of axes of length 1 in front of its other axes
+    unless: str = ""  # path of a parameter: the row does not apply to models that have it
 
     def at(self, layer: int) -> "Row":
         """Return the row with the index of one layer filled in."""
@@ -81,35 +73,18 @@ class Row:
         return np.ascontiguousarray(tensor.reshape((1,) * self.leading + tensor.shape))
 
 
-def unchanged(tensors: Tensors, origin: str) -> Tensors:
-    """Return the tensors, for formats whose tensors need no preparation."""
-    return tensors
-
-
 @dataclass(frozen=True)
 class Format:
-    """A foreign format: its names of parameters, and the models that it can express.
-
-    Attributes:
-        name: Name of the format, for errors.
-        rows: Table of names.
-        ignored: Name endings of foreign tensors that hold no parameter.
-        positions: Those name endings in `ignored` that mean a table of positions, which is compared with the model's.
-        legal: Returns the legal values of the fields that the format restricts. A format with this function requires
-            d_k = d_v = d_model / heads too. None means that the format expresses every model.
-        prepare: Renames, splits or widens foreign tensors before they are read, given where they come from.
-        conventions: Fields of `ModelConfig` that a proposed configuration has unless the user states others.
-        is_mapping: Whether the user wrote the table, which then decides by itself what is tied and what has biases.
-    """
+    """A foreign format: its names of parameters, and the models that it can express."""
 
     name: str
     rows: tuple[Row, ...]
-    ignored: tuple[str, ...] = ()
-    positions: tuple[str, ...] = (".pe",)
-    legal: Callable[[ModelConfig], Legal] | None = None
-    prepare: Callable[[Tensors, str], Tensors] = unchanged
-    conventions: Mapping[str, object] = dataclasses.field(default_factory=dict)
-    is_mapping: bool = False
+    ignored: tuple[str, ...] = ()  # name endings of tensors that hold no parameter
+    positions: tuple[str, ...] = (".pe",)  # those of `ignored` whose tables are compared with the model's positions
+    legal: Callable[[ModelConfig], Legal] | None = None  # None: the format expresses every model
+    prepare: Callable[[Tensors, str], Tensors] = lambda tensors, _: tensors  # renames, splits or widens what is read
+    conventions: Mapping[str, object] = dataclasses.field(default_factory=dict)  # unless the user states others
+    is_mapping: bool = False  # the user wrote the table, which then decides by itself what is tied and has biases
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError unless the format can express a model."""
@@ -118,10 +93,7 @@ class Format:
 
 
 def check_expressible(model: ModelConfig, format_name: str, legal: Legal) -> None:
-    """Check that a format can express a model: its fields have legal values, and d_k = d_v = d_model / heads.
-
-    Raises:
-        UserError: Some fields have other values. All of them are listed.
+    """Check that the fields of a model have legal values, and that d_k = d_v = d_model / heads.
 
     >>> check_expressible(ModelConfig(), "marian", {"norm_position": ("post",)})
     """
@@ -163,11 +135,7 @@ def unflatten(leaves: Mapping[str, object]) -> Params:
 
 
 def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict[str, np.ndarray]:
-    """Return the tensors under other names.
-
-    Raises:
-        UserError: Two tensors would get one name.
-    """
+    """Return the tensors under other names, of which no two may be equal."""
     old_names: dict[str, str] = {}
     for name in tensors:
         new = rename(name)

@@ -16,12 +16,7 @@ _CONTAINERS = ("model_state_dict", "state_dict", "model")
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors of a torch or safetensors file, or of the only such file in a folder.
-
-    Raises:
-        UserError: The folder has no torch or safetensors file or more than one, or the file is damaged or contains
-            objects other than tensors.
-    """
+    """Read the tensors of a torch or safetensors file, or of the only such file in a folder."""
     path = single_file(path, ("*.safetensors", "*.pt", "*.pth", "*.bin"))
     if path.suffix == ".safetensors":
         return read_safetensors(path)
@@ -33,11 +28,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def single_file(path: Path, patterns: tuple[str, ...], preferred: tuple[str, ...] = ()) -> Path:
-    """Return the only file of some kinds in a folder, or the only one with a preferred name, or a path to a file.
-
-    Raises:
-        UserError: There is no such file, or more than one.
-    """
+    """Return the only file of some kinds in a folder, or the only one with a preferred name, or a path to a file."""
     if not path.is_dir():
         return path
     files = [file for pattern in patterns for file in sorted(path.glob(pattern))]
@@ -50,11 +41,7 @@ def single_file(path: Path, patterns: tuple[str, ...], preferred: tuple[str, ...
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors of a `.safetensors` file, with 16-bit floats converted to float32.
-
-    Raises:
-        UserError: The file is missing or damaged.
-    """
+    """Read the tensors of a `.safetensors` file, with 16-bit floats converted to float32."""
     safetensors = _import_safetensors(f"to read {path}")
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -71,13 +58,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: M
 
 
 def load_torch(path: Path, safe_globals: tuple[type, ...] = ()) -> Any:
-    """Read a file that `torch.save` wrote, without executing anything in it.
-
-    The file may hold objects of the classes `safe_globals` in addition to tensors and containers.
-
-    Raises:
-        UserError: torch is not installed, or the file is damaged or holds other classes, which are named.
-    """
+    """Read a file of tensors, containers and objects of the classes `safe_globals`, and execute nothing in it."""
     torch = import_torch(f"to read {path}")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -108,11 +89,7 @@ def _unsafe_message(path: Path, names: list[str]) -> str:
 
 
 def state_dict_arrays(state: object, origin: str) -> dict[str, np.ndarray]:
-    """Convert the tensors of a state dict to NumPy arrays, and 16-bit floats to float32.
-
-    Raises:
-        UserError: The state is not a mapping of names to plain tensors.
-    """
+    """Convert the tensors of a state dict to NumPy arrays, and 16-bit floats to float32."""
     torch = import_torch(f"to read {origin}")
     if not isinstance(state, Mapping) or not state:
         raise UserError(f"{origin} holds {type(state).__name__}, not a state dict (names to tensors)")
@@ -139,11 +116,7 @@ def save_torch(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def import_torch(purpose: str) -> Any:
-    """Import torch and return the module. The purpose completes the error "torch is needed ...".
-
-    Raises:
-        UserError: torch is not installed.
-    """
+    """Import torch and return the module. The purpose completes the error "torch is needed ..."."""
     with contextlib.suppress(ImportError):
         import torch
 

@@ -141,15 +141,7 @@ def compare_models(
 ) -> ParityReport:
     """Compare this package's model with an oracle on random sentences of different lengths, without dropout.
 
-    Sub-layers are compared in float64 too, because float32's rounding hides a wrong epsilon.
-
-    Args:
-        config: Configuration of the model.
-        params: Parameters of the model.
-        oracle: Other side.
-        dtype: Dtype of both sides, float32 or float64.
-        training: Label smoothing and Adam's constants. Learning rates are a fixed warm-up to 1e-3.
-        decoding: Beam size, length penalty and alpha, where the oracle has them.
+    Of `training` only the label smoothing and Adam's constants count: learning rates are a fixed warm-up to 1e-3.
     """
     training = dataclasses.replace(
         training or TrainingConfig(), schedule="inverse_sqrt", peak_learning_rate=1e-3, warmup_steps=10, clip_norm=None
@@ -196,11 +188,7 @@ def compare_layers(
 ) -> tuple[tuple[Difference, ...], str | None, str | None]:
     """Return the differences of all sub-layers, the name of the first divergence, and the likely cause.
 
-    Args:
-        side: This side.
-        oracle: Other side.
-        batch: Batch with the other side's conventions about BOS and EOS in the source.
-        dtype: Dtype of the differences. The first divergence is looked for in float64.
+    The first divergence is looked for in float64, because float32's rounding hides a wrong epsilon.
     """
 
     def differences(variant: Side, theirs: Arrays, dtype: str) -> tuple[Difference, ...]:

@@ -30,33 +30,19 @@ SUBLAYERS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation to compare with.
-
-    Args:
-        name: Name for the command line and in reports.
-        default: Small model with its conventions.
-        check: Raises UserError unless it can compute a model.
-        table: Its names of parameters.
-        build: Makes its module, with the weights in a folder if there is one, otherwise with random weights.
-        logits: Calls the module with source and target ids.
-        stacks: Prefix of the modules `encoder` and `decoder`.
-        sublayers: For each stack, the module of each sub-layer of a layer and of its norm, in the order of `SUBLAYERS`.
-        prefix: Prefix of its names of parameters before those of the table.
-        time_first: Whether the outputs of sub-layers are `t b d_model`.
-        generates: Whether the module's own `generate` searches.
-    """
+    """An implementation to compare with."""
 
     name: str
-    default: ModelConfig
-    check: Callable[[ModelConfig], None]
+    default: ModelConfig  # small model with its conventions
+    check: Callable[[ModelConfig], None]  # raises UserError unless it can compute a model
     table: Format
-    build: Callable[[ModelConfig, Path | None], nn.Module]
-    logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-    stacks: str
-    sublayers: Mapping[str, tuple[str, ...]]
-    prefix: str = ""
-    time_first: bool = False
-    generates: bool = False
+    build: Callable[[ModelConfig, Path | None], nn.Module]  # with the weights in a folder if there is one, else random
+    logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]  # of source and target ids
+    stacks: str  # prefix of the modules `encoder` and `decoder`
+    sublayers: Mapping[str, tuple[str, ...]]  # modules of each sub-layer and of its norm, in the order of `SUBLAYERS`
+    prefix: str = ""  # of its names of parameters, before those of the table
+    time_first: bool = False  # whether the outputs of sub-layers are `t b d_model`
+    generates: bool = False  # whether the module's own `generate` searches
 
 
 @contextlib.contextmanager
@@ -72,20 +58,12 @@ def few_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The other side of a comparison, with this package's names of layers and parameters.
-
-    Args:
-        peer: The implementation.
-        config: Conventions of the model.
-        weights: Parameters of the model.
-        folder: Folder from which the implementation itself reads the weights, in place of `weights`.
-        dtype: Dtype of the module, float32 or float64.
-    """
+    """The other side of a comparison, with this package's names of layers and parameters."""
 
     peer: Peer
     config: ModelConfig
     weights: Params
-    folder: Path | None = None
+    folder: Path | None = None  # from which the implementation itself reads the weights, in place of `weights`
     dtype: str = "float32"
 
     def astype(self, dtype: str) -> "Oracle":
@@ -103,8 +81,8 @@ class Oracle:
             # Gradients stay enabled, because torch's fused inference layers would bypass the hooks.
             module = self.peer.build(self.config, self.folder).to(getattr(torch, self.dtype)).eval()
         if self.folder is None:
-            # Not strict: tied tensors and constants have no entry. A tensor without a place shows as a difference.
-            load_numpy(module, self._foreign(self.weights), strict=False)
+            fixed = {n: t for n, t in module.state_dict().items() if _is_constant(n)} | dict(module.named_buffers())
+            load_numpy(module, fixed | self._foreign(self.weights))
         # Tensors that the format always has and the model lacks are zero, and must stay zero in training.
         ones = self._foreign(jax.tree.map(lambda leaf: np.ones(np.shape(leaf), np.float32), self.weights))
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -253,11 +231,7 @@ def brute_beam(
 ) -> Hypothesis:
     """Return the best hypothesis of a beam search that never stops early and recomputes every prefix.
 
-    Args:
-        next_log_probs: Returns log-probabilities `n v` of the token after each of n prefixes of one length.
-        limit: Maximum number of tokens, with EOS.
-        decoding: beam_size (1 for greedy search), length_penalty, alpha, min_length and forbidden_ids.
-        config: eos_id, and pad_id, which is never generated.
+    `next_log_probs` returns log-probabilities `n v` of the token after each of n prefixes. The limit counts EOS.
     """
     live: list[Hypothesis] = [([], 0.0)]
     finished: list[Hypothesis] = []

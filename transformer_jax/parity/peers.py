@@ -1,7 +1,6 @@
 """The implementations to compare with: for each a torch module, its weights and the names of its sub-layers."""
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,23 +18,9 @@ from transformer_jax.types import Params
 
 
 def make_oracle(against: str, config: ModelConfig, params: Params, folder: Path | None = None) -> Oracle:
-    """Return an implementation's model with the given parameters.
-
-    Args:
-        against: Key of `PEERS`.
-        config: Configuration of the model.
-        params: Parameters of the model.
-        folder: For marian, folder from which `from_pretrained` reads the weights in place of `params`.
-
-    Raises:
-        UserError: The implementation cannot compute the model.
-    """
+    """Return an implementation's model with the given parameters, or for marian with the weights in `folder`."""
     PEERS[against].check(config)
     return Oracle(PEERS[against], config, params, folder)
-
-
-def _transformers() -> ModuleType:
-    return importlib.import_module("transformers")
 
 
 def _common(config: ModelConfig) -> dict[str, object]:
@@ -64,7 +49,9 @@ def _common(config: ModelConfig) -> dict[str, object]:
 
 def _prepared(module: nn.Module, config: ModelConfig) -> nn.Module:
     """Make all parameters of a transformers model trainable, and reset its generation settings."""
-    module.generation_config = _transformers().GenerationConfig()
+    import transformers
+
+    module.generation_config = transformers.GenerationConfig()
     if config.logits_bias:  # a buffer has no gradient
         module.final_logits_bias = nn.Parameter(module.final_logits_bias.detach())
     # transformers omits the gradient of the padding's row, and the decoder may start from padding.
@@ -80,7 +67,8 @@ def _check_fairseq(config: ModelConfig) -> None:
 
 
 def _fairseq(config: ModelConfig, _: Path | None) -> nn.Module:
-    transformers = _transformers()
+    import transformers
+
     settings = transformers.FSMTConfig(
         **_common(config),
         src_vocab_size=config.source_rows,
@@ -112,9 +100,10 @@ def _check_marian(config: ModelConfig) -> None:
 
 
 def _marian(config: ModelConfig, folder: Path | None) -> nn.Module:
-    transformers = _transformers()
+    import transformers
+
     if folder is not None:
-        with _quiet():
+        with _quiet(transformers.logging):
             return _prepared(transformers.MarianMTModel.from_pretrained(folder), config)
     settings = transformers.MarianConfig(
         **_common(config),
@@ -127,9 +116,8 @@ def _marian(config: ModelConfig, folder: Path | None) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the progress bars and hints of transformers."""
-    logging = _transformers().logging
+def _quiet(logging: ModuleType) -> Iterator[None]:
+    """Silence the progress bars and hints of transformers, given its module of that name."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

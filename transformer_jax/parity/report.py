@@ -18,16 +18,11 @@ from transformer_jax.types import Batch
 class Tolerance(NamedTuple):
     """Largest errors that rounding explains."""
 
-    forward: float
-    """Of sub-layers and of the loss, relative to max(1, the largest value)."""
-    own_gradient: float
-    """Of a gradient, relative to its own largest value. A gradient within `any_gradient` is fine too."""
-    any_gradient: float
-    """Of a gradient, relative to the largest value of all gradients."""
-    losses: float
-    """Of the losses of training, relative."""
-    params: float
-    """Of the parameters after training, absolute (see `DRIFT`)."""
+    forward: float  # of sub-layers and of the loss, relative to max(1, the largest value)
+    own_gradient: float  # relative to the gradient's own largest value; one within `any_gradient` is fine too
+    any_gradient: float  # relative to the largest value of all gradients
+    losses: float  # of the losses of training, relative
+    params: float  # of the parameters after training, absolute (see `DRIFT`)
 
 
 TOLERANCES = {
@@ -54,13 +49,9 @@ class Difference:
     """How far a tensor of this side is from that of the other side. Infinitely if only one side has it."""
 
     name: str
-    """Path of the sub-layer or parameter."""
     max_abs: float
-    """Largest absolute difference."""
-    max_rel: float
-    """Largest absolute difference, relative to the largest value of the other side."""
+    max_rel: float  # relative to the largest value of the other side
     ok: bool
-    """Whether the difference is within the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,7 @@ class Trajectory:
     this: tuple[float, ...]
     other: tuple[float, ...]
     max_rel: float
-    parameters_max_abs: float
-    """Largest difference of the parameters, without key biases (see `KEY_BIASES`)."""
+    parameters_max_abs: float  # without key biases (see `KEY_BIASES`)
     ok: bool
 
 
@@ -90,24 +80,16 @@ class ParityReport:
     """Result of `compare`."""
 
     ok: bool
-    """Whether everything is within tolerance."""
     against: str
-    """Name of the other side."""
     dtype: str
-    """Dtype of both sides."""
-    layers: tuple[Difference, ...]
-    """Output of every sub-layer, in the order of the forward pass."""
-    first_divergence: str | None
-    """First sub-layer or check that is not within tolerance."""
-    cause: str | None
-    """Sentence that names the likely cause of the first divergence."""
+    layers: tuple[Difference, ...]  # every sub-layer, in the order of the forward pass
+    first_divergence: str | None  # first sub-layer or check that is not within tolerance
+    cause: str | None  # sentence that names the likely cause of the first divergence
     loss: Loss
     gradients: tuple[Difference, ...]
     trajectory: Trajectory
     greedy_equal: bool
-    """Whether greedy search finds equal tokens."""
-    beam_equal: bool
-    """Whether beam search finds equal tokens, or tokens with scores that differ by at most 1e-4."""
+    beam_equal: bool  # or other tokens with scores that differ by at most `SCORE`
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -123,15 +105,7 @@ class ParityReport:
 def difference(
     name: str, ours: Arrays, theirs: Arrays, tolerance: float = 0, where: np.ndarray | EllipsisType = ...
 ) -> Difference:
-    """Return the difference of two arrays of one name, ok if at most the tolerance times max(1, the largest value).
-
-    Args:
-        name: Name of the array. An array that only one side has, or of another shape, differs infinitely.
-        ours: Arrays of this side.
-        theirs: Arrays of the other side.
-        tolerance: Largest difference that is ok.
-        where: Index of the entries to compare.
-    """
+    """Return the difference of two arrays of one name, ok if at most the tolerance times max(1, the largest value)."""
     error, largest = math.inf, 0.0
     if name in ours and name in theirs and ours[name].shape == theirs[name].shape:
         with np.errstate(invalid="ignore"):

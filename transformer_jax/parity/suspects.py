@@ -73,12 +73,6 @@ def find_cause(
 
     Each suspect is a change to this side. The first suspect that removes every divergence is the cause. If none does,
     the cause is the suspect after which the first divergence occurs latest in the forward pass.
-
-    Args:
-        side: This side, in float64.
-        oracle: The reference implementation, with its configuration and its weights.
-        layers: Differences of all outputs in the order of the forward pass.
-        measure: Function that returns the differences of a changed side.
     """
     first = first_divergence(layers)
     if first is None:

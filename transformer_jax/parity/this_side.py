@@ -34,23 +34,17 @@ Hypothesis = tuple[list[int], float]
 class Trained(NamedTuple):
     """Results of a few updates."""
 
-    losses: list[float]
-    """Mean loss over the target tokens before each update."""
-    gradients: Arrays
-    """Gradients of the first update's loss."""
-    params: Arrays
-    """Parameters after the last update."""
+    losses: list[float]  # before each update
+    gradients: Arrays  # of the first update's loss
+    params: Arrays  # after the last update
 
 
 class Masks(NamedTuple):
     """Which masks `Side.sublayers` uses."""
 
-    encoder_padding: bool = True
-    """Whether padding of the source is hidden from the encoder's self-attention."""
-    cross_padding: bool = True
-    """Whether padding of the source is hidden from the decoder's attention over the encoder's output."""
-    causal: bool = True
-    """Whether later positions are hidden from the decoder's self-attention."""
+    encoder_padding: bool = True  # hides padding from the encoder's self-attention
+    cross_padding: bool = True  # hides padding from the decoder's attention over the encoder's output
+    causal: bool = True  # hides later positions from the decoder's self-attention
 
     def logits(self, model: Transformer, src: jax.Array, tgt_in: jax.Array) -> jax.Array:
         """Return the model's logits `b t v`, computed with these masks."""

@@ -23,22 +23,15 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def load_numpy(module: nn.Module, tensors: Mapping[str, np.ndarray], strict: bool = True) -> None:
-    """Load arrays into a module by their names, in the module's dtype.
-
-    Raises:
-        RuntimeError: Shapes differ or, if `strict`, names.
-    """
-    module.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}, strict)
+def load_numpy(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
+    """Load arrays into a module by their names, in the module's dtype."""
+    module.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in tensors.items()})
 
 
 class TorchTransformer(nn.Module):
     """Model of a `ModelConfig` in PyTorch: embeddings, `torch.nn.Transformer` and an output layer.
 
     `forward(src, tgt_in)` returns logits `b t v`.
-
-    Raises:
-        UserError: torch's modules cannot compute the model.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -212,9 +205,6 @@ class AnnotatedTransformer(nn.Module):
 
     Its LayerNorm divides by std + epsilon with the unbiased std, before each sub-layer and after each stack.
     `forward(src, tgt_in)` returns logits `b t v`.
-
-    Raises:
-        UserError: annotated-transformer cannot compute the model.
     """
 
     def __init__(self, config: ModelConfig) -> None:
