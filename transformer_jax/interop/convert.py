@@ -33,11 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MARKER = "exported.json"
 """File that distinguishes an earlier export, which may be replaced, from any other folder."""
-_COMPLETE: Mapping[str, Callable[..., Imported]] = {
-    "marian": read_marian,
-    "fairseq": read_fairseq,
-    "ctranslate2": read_ctranslate2,
-}
+_ONE_CHECKPOINT = {"checkpoint": "last"}
+_COMPLETE = {"marian": read_marian, "fairseq": read_fairseq, "ctranslate2": read_ctranslate2}
 """Readers of the formats that store the configuration and the tokenizers of their models."""
 
 
@@ -58,8 +55,7 @@ def import_run(
         path: Foreign file or folder.
         source: Its format.
         output: Folder of the new run.
-        config: Configuration of the model. None uses the `config.json` next to a state dict, or proposes a
-            configuration from its tensors.
+        config: None uses the `config.json` next to a state dict, or proposes a configuration from its tensors.
         tokenizer: A run, its folder `tokenizer/`, or a `tokenizer.json`. Only state dicts need it.
         mapping: File that names the tensors of any other PyTorch model (see `mapping.read_mapping`).
         overwrite: Whether to replace an earlier import.
@@ -70,8 +66,7 @@ def import_run(
         The new run, which can be translated with, evaluated, exported, and fine-tuned.
 
     Raises:
-        UserError: A file is missing or damaged, an argument is missing, or the model is not supported. The output is
-            then unchanged.
+        UserError: A file or argument is missing, or the model is not supported. The output is then unchanged.
     """
     path, run = Path(path), RunDir(Path(output))
     _check_output(run.path, overwrite, run.imported.name, "an imported run")
@@ -100,7 +95,7 @@ def import_run(
     imported.tokenizers.check_fits(imported.config.model)
     with atomic_dir(run.path, replace=overwrite) as unfinished:
         new = RunDir(unfinished)
-        new.write_config(_with_last_checkpoint(imported.config))
+        new.write_config(imported.config.with_changes(decoding=_ONE_CHECKPOINT))
         imported.tokenizers.save(new.tokenizer)
         save_params(new.checkpoints / "0", imported.params)
         new.write(new.imported.name, to_json({"from": source, "path": str(path)}) + "\n")
@@ -140,16 +135,15 @@ def export_run(
     params = jax.tree.map(np.asarray, load_params(chosen, abstract_params(config.model)))
     tokenizers = TokenizerPair.load(folder.tokenizer)
     with atomic_dir(output, replace=overwrite) as unfinished:
-        if target == "marian":
-            write_marian(unfinished, config, params, tokenizers, warn)
-        elif target == "ctranslate2":
-            write_ctranslate2(unfinished, config, params, tokenizers, warn)
+        if target in ("marian", "ctranslate2"):
+            write = write_marian if target == "marian" else write_ctranslate2
+            write(unfinished, config, params, tokenizers, warn)
         else:
             if target == "torch":
                 save_torch(unfinished / "model.pt", to_foreign(params, TORCH, config.model))
             else:
                 write_safetensors(unfinished / "model.safetensors", flatten(params), {"format": "transformer_jax"})
-            write_atomically(unfinished / "config.json", _with_last_checkpoint(config).to_json())
+            write_atomically(unfinished / "config.json", config.with_changes(decoding=_ONE_CHECKPOINT).to_json())
             tokenizers.save(unfinished / OWN_TOKENIZER)
         write_atomically(unfinished / _MARKER, to_json({"to": target, "run": str(run)}) + "\n")
     return output
@@ -165,11 +159,6 @@ def _check_output(folder: Path, overwrite: bool, marker: str, kind: str) -> None
         raise UserError(f"{folder} is not empty. Choose another output, or replace it with --overwrite")
 
 
-def _with_last_checkpoint(config: Config) -> Config:
-    """Return the configuration for a folder with a single checkpoint."""
-    return config.with_changes(decoding={"checkpoint": "last"})
-
-
 def _read_state_dict(
     path: Path,
     source: str,
@@ -178,11 +167,8 @@ def _read_state_dict(
     mapping: Path | None,
     stated: Mapping[str, object],
 ) -> Imported:
+    config = stated_config(path, config, stated)
     siblings = path if path.is_dir() else path.parent
-    if config is None and (siblings / "config.json").is_file():
-        config = _sibling_config(siblings / "config.json")
-    if config is not None:
-        config = config.with_changes(model=stated)
     if tokenizer is None and (siblings / OWN_TOKENIZER).is_dir():
         tokenizer = siblings
     if tokenizer is None:
@@ -212,14 +198,16 @@ def _read_state_dict(
     return Imported(config, from_foreign(tensors, table, config.model, str(path)), tokenizers)
 
 
-def _sibling_config(file: Path) -> Config | None:
-    """Return the configuration next to a state dict, or None for a `config.json` of another program."""
-    tree = read_json(file)
-    sections = {field.name for field in dataclasses.fields(Config)}
-    if "model" in tree and tree.keys() <= sections:
-        return Config.load(file)
-    logger.warning("%s is not a configuration of this package and is ignored", file)
-    return None
+def stated_config(path: Path, config: Config | None, stated: Mapping[str, object]) -> Config | None:
+    """Return a configuration, or the one next to a state dict, with the stated fields of the model."""
+    sibling = (path if path.is_dir() else path.parent) / "config.json"
+    if config is None and sibling.is_file():
+        tree = read_json(sibling)
+        if "model" in tree and tree.keys() <= {field.name for field in dataclasses.fields(Config)}:
+            config = Config.load(sibling)
+        else:
+            logger.warning("%s is not a configuration of this package and is ignored", sibling)
+    return config and config.with_changes(model=stated)
 
 
 def _own_params(tensors: Tensors, model: ModelConfig, path: Path) -> Params:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TrainingConfig
+from transformer_jax.decoding.decode import run_params
+from transformer_jax.interop.convert import stated_config
 from transformer_jax.interop.exchange import propose_config
 from transformer_jax.interop.fairseq_format import read_fairseq
 from transformer_jax.interop.marian_format import in_halves, read_marian
@@ -112,17 +113,11 @@ def _load(against: str, path: Path, config: Config | None, model_fields: Mapping
             return imported.config, imported.params
         run = RunDir(path)
         config = run.load_config()
-        checkpoint = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
-        return config, load_params(checkpoint, abstract_params(config.model))
-    sibling = (path if path.is_dir() else path.parent) / "config.json"
-    if config is None and sibling.is_file():
-        config = Config.load(sibling)
+        return config, run_params(run, config)
+    config = stated_config(path, config, model_fields)
     tensors = read_tensors(path)
     table = state_dict_format(against, tensors)
-    if config is None:
-        config = propose_config(tensors, table, None, model_fields, str(path))
-    else:
-        config = config.with_changes(model=model_fields)
+    config = config or propose_config(tensors, table, None, model_fields, str(path))
     return config, from_foreign(tensors, table, config.model, str(path))
 
 

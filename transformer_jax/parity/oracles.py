@@ -81,8 +81,9 @@ class Oracle:
             # Gradients stay enabled, because torch's fused inference layers would bypass the hooks.
             module = self.peer.build(self.config, self.folder).to(getattr(torch, self.dtype)).eval()
         if self.folder is None:
-            fixed = {n: t for n, t in module.state_dict().items() if _is_constant(n)} | dict(module.named_buffers())
-            load_numpy(module, fixed | self._foreign(self.weights))
+            buffers = dict(module.named_buffers())
+            own = {n: t.numpy() for n, t in module.state_dict().items() if n in buffers or _is_constant(n)}
+            load_numpy(module, own | self._foreign(self.weights))
         # Tensors that the format always has and the model lacks are zero, and must stay zero in training.
         ones = self._foreign(jax.tree.map(lambda leaf: np.ones(np.shape(leaf), np.float32), self.weights))
         for name, parameter in module.named_parameters(remove_duplicate=False):
