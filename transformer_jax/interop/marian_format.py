@@ -164,7 +164,8 @@ def write_marian(
     """Write a folder that `MarianMTModel.from_pretrained` and `AutoTokenizer.from_pretrained` load."""
     tensors = marian_tensors(params, config.model)
     write_tokenizers(folder, tokenizers, config.model)
-    write_json(folder / "config.json", _config_json(config.model))
+    kind = {"architectures": ["MarianMTModel"], "model_type": "marian", "dtype": "float32"}
+    write_json(folder / "config.json", kind | marian_settings(config.model))
     write_json(folder / "generation_config.json", _generation_json(config, tokenizers, warn))
     write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
 
@@ -184,22 +185,12 @@ def marian_tensors(params: Params, model: ModelConfig) -> dict[str, np.ndarray]:
 def in_halves(params: Params, d_model: int) -> Params:
     """Convert the parameters of a model with interleaved positions for a model with halves that is equal to it."""
     order = np.concatenate([np.arange(0, d_model, 2), np.arange(1, d_model, 2)])
-    leaves = {}
-    for path, leaf in flatten(params).items():
-        axis = _model_axis(path)
-        leaves[path] = np.asarray(leaf) if axis is None else np.take(np.asarray(leaf), order, axis)
+    leaves = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    for path, leaf in leaves.items():
+        if not path.endswith(("logits_bias", "query/bias", "key/bias", "value/bias", "inner/bias")):  # without d_model
+            axis = 1 if path.endswith("/table") else -1 if path.endswith(("output/kernel", "outer/kernel")) else 0
+            leaves[path] = np.take(leaf, order, axis)
     return unflatten(leaves)
-
-
-def _model_axis(path: str) -> int | None:
-    """Return the axis of a parameter that is d_model, or None."""
-    if path.endswith("/table"):
-        return 1
-    if path.endswith(("output/kernel", "outer/kernel")):
-        return -1
-    if path.endswith(("logits_bias", "query/bias", "key/bias", "value/bias", "inner/bias")):
-        return None
-    return 0
 
 
 def _model_fields(settings: Settings) -> ModelFields:
@@ -218,24 +209,24 @@ def _model_fields(settings: Settings) -> ModelFields:
     return fields | {"vocab_size": target_rows, "source_vocab_size": source_rows, "tie_embeddings": tied}
 
 
-def _config_json(model: ModelConfig) -> dict[str, object]:
-    fields = vars(model)
-    sizes = {name: fields[field] for name, (field, _, _) in _FIELDS.items()}
-    for name, value in sizes.items():
+def shared_settings(model: ModelConfig) -> dict[str, object]:
+    """Return the settings that transformers gives one name in all its translation models."""
+    settings = {name: getattr(model, field) for name, (field, _, _) in _FIELDS.items()}
+    for name, value in settings.items():
         if value is None:  # a field of the decoder that is equal to the encoder's
-            sizes[name] = sizes[name.replace("decoder", "encoder")]
+            settings[name] = settings[name.replace("decoder", "encoder")]
+    return settings | _special_ids(model)
+
+
+def marian_settings(model: ModelConfig) -> dict[str, object]:
+    """Return the settings of a `MarianMTModel`."""
     return {
-        "architectures": ["MarianMTModel"],
-        "model_type": "marian",
-        "dtype": "float32",
         "vocab_size": model.source_rows,
         "decoder_vocab_size": model.vocab_size,
-        **sizes,
+        **shared_settings(model),
         "share_encoder_decoder_embeddings": model.tie_embeddings == "all",
         "tie_word_embeddings": model.tie_embeddings != "none",
-        "encoder_layerdrop": 0.0,
-        "decoder_layerdrop": 0.0,
-        **_special_ids(model),
+        **dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0),
     }
 
 

@@ -92,19 +92,10 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
 
 def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig) -> dict[str, object]:
     """Return `tokenizer.json`: a tokenizer in the library's form, with EOS after the text."""
-    tree: dict[str, object] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-    }
-    own = json.loads(tokenizer.to_json())
+    tree: dict[str, object] = {"version": "1.0"}
+    tree |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
     if tokenizer.kind == "bpe":
-        tree |= own["library"]
+        tree |= json.loads(tokenizer.to_json())["library"]
     elif tokenizer.kind in ("word", "pretokenized"):
         tree |= _word_level(tokenizer, words)
     else:
@@ -138,12 +129,7 @@ def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, object]
             "pattern": {"Regex": f"(?<![^{space}])(?:{special})(?![^{space}])"},
             "content": unknown,
         },
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": f"[{space}]+"},
-            "behavior": "Removed",
-            "invert": False,
-        },
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": f"[{space}]+"}, "behavior": "Removed", "invert": False},
     }
     if tokenizer.kind == "pretokenized":
         # Join the pieces with spaces (none begins with the "prefix"), then remove the joints.

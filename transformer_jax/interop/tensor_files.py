@@ -69,7 +69,11 @@ def load_torch(path: Path, safe_globals: tuple[type, ...] = ()) -> Any:
             warnings.simplefilter("ignore")  # about pickles of other protocols, which fail anyway
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if mapped else []
             if unsafe:
-                raise UserError(_unsafe_message(path, unsafe))
+                raise UserError(
+                    f"{path} holds objects of {', '.join(sorted(unsafe))}, and reading them would execute code. If you "
+                    "trust the file, save it again without them: c = torch.load(FILE, weights_only=False); "
+                    f"torch.save({{k: c[k] for k in {('args', 'cfg', *_CONTAINERS)} if k in c}}, NEW_FILE)"
+                )
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped or None)
     except UserError:
         raise
@@ -78,14 +82,6 @@ def load_torch(path: Path, safe_globals: tuple[type, ...] = ()) -> Any:
             f"{path}: torch.load(weights_only=True) cannot read it: {first_line(error)} (save a file that needs other "
             "classes again as a plain state dict: torch.save(model.state_dict(), FILE))"
         ) from error
-
-
-def _unsafe_message(path: Path, names: list[str]) -> str:
-    return (
-        f"{path} holds objects of {', '.join(sorted(names))}, and reading them would execute code. If you trust the "
-        "file, save it again without them: c = torch.load(FILE, weights_only=False); "
-        f"torch.save({{k: c[k] for k in {('args', 'cfg', *_CONTAINERS)} if k in c}}, NEW_FILE)"
-    )
 
 
 def state_dict_arrays(state: object, origin: str) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.interop.tables import Format, flatten, from_foreign, to_foreign
+from transformer_jax.interop.tables import Format, Legal, check_expressible, flatten, from_foreign, to_foreign
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.parity.this_side import Arrays, Hypothesis, Trained
 from transformer_jax.parity.torch_models import load_numpy
@@ -34,15 +34,20 @@ class Peer:
 
     name: str
     default: ModelConfig  # small model with its conventions
-    check: Callable[[ModelConfig], None]  # raises UserError unless it can compute a model
     table: Format
     build: Callable[[ModelConfig, Path | None], nn.Module]  # with the weights in a folder if there is one, else random
-    logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]  # of source and target ids
     stacks: str  # prefix of the modules `encoder` and `decoder`
     sublayers: Mapping[str, tuple[str, ...]]  # modules of each sub-layer and of its norm, in the order of `SUBLAYERS`
+    logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = nn.Module.__call__
+    narrower: tuple[str, Legal] = ("", {})  # software that computes less than the table expresses, and its legal values
     prefix: str = ""  # of its names of parameters, before those of the table
     time_first: bool = False  # whether the outputs of sub-layers are `t b d_model`
     generates: bool = False  # whether the module's own `generate` searches
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise UserError unless the peer can compute a model."""
+        self.table.check(config)
+        check_expressible(config, *self.narrower)
 
 
 @contextlib.contextmanager

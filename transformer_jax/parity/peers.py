@@ -11,7 +11,6 @@ from torch import nn
 
 from transformer_jax.config import ModelConfig
 from transformer_jax.interop import fairseq_format, marian_format, torch_format
-from transformer_jax.interop.tables import check_expressible
 from transformer_jax.parity.oracles import Oracle, Peer
 from transformer_jax.parity.torch_models import AnnotatedTransformer, TorchTransformer
 from transformer_jax.types import Params
@@ -23,28 +22,8 @@ def make_oracle(against: str, config: ModelConfig, params: Params, folder: Path 
     return Oracle(PEERS[against], config, params, folder)
 
 
-def _common(config: ModelConfig) -> dict[str, object]:
-    """Return the settings that all configurations of transformers share."""
-    encoder, decoder = config.encoder, config.decoder
-    return {
-        "d_model": config.d_model,
-        "encoder_layers": encoder.num_layers,
-        "decoder_layers": decoder.num_layers,
-        "encoder_attention_heads": encoder.num_heads,
-        "decoder_attention_heads": decoder.num_heads,
-        "encoder_ffn_dim": encoder.d_ff,
-        "decoder_ffn_dim": decoder.d_ff,
-        "activation_function": {"swish": "silu"}.get(config.activation, config.activation),
-        "scale_embedding": config.scale_embeddings,
-        "pad_token_id": config.pad_id,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_id,
-        "decoder_start_token_id": config.start_id,
-        "forced_eos_token_id": None,
-        "max_position_embeddings": 512,
-        "num_beams": 1,
-        **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
-    }
+_UNLIKE_A_RUN = {"max_position_embeddings": 512, "num_beams": 1}
+"""Settings of models of transformers that a comparison needs, whatever the configuration has."""
 
 
 def _prepared(module: nn.Module, config: ModelConfig) -> nn.Module:
@@ -61,16 +40,11 @@ def _prepared(module: nn.Module, config: ModelConfig) -> nn.Module:
     return module
 
 
-def _check_fairseq(config: ModelConfig) -> None:
-    fairseq_format.FAIRSEQ.check(config)
-    check_expressible(config, "FSMT of transformers", {"norm_position": ("post",), "positions": ("halves",)})
-
-
 def _fairseq(config: ModelConfig, _: Path | None) -> nn.Module:
     import transformers
 
     settings = transformers.FSMTConfig(
-        **_common(config),
+        **marian_format.shared_settings(config) | _UNLIKE_A_RUN,
         src_vocab_size=config.source_rows,
         tgt_vocab_size=config.vocab_size,
         tie_word_embeddings=config.tie_embeddings == "all",
@@ -94,24 +68,13 @@ def _fairseq_logits(module: nn.Module, src: torch.Tensor, tgt_in: torch.Tensor) 
     return module.model.decoder(tgt_in, memory, seen, padding, causal, use_cache=False).last_hidden_state
 
 
-def _check_marian(config: ModelConfig) -> None:
-    marian_format.MARIAN.check(config)
-    check_expressible(config, "MarianMTModel", {"positions": ("halves",)})
-
-
 def _marian(config: ModelConfig, folder: Path | None) -> nn.Module:
     import transformers
 
     if folder is not None:
         with _quiet(transformers.logging):
             return _prepared(transformers.MarianMTModel.from_pretrained(folder), config)
-    settings = transformers.MarianConfig(
-        **_common(config),
-        vocab_size=config.source_rows,
-        decoder_vocab_size=config.vocab_size,
-        tie_word_embeddings=config.tie_embeddings != "none",
-        share_encoder_decoder_embeddings=config.tie_embeddings == "all",
-    )
+    settings = transformers.MarianConfig(**marian_format.marian_settings(config) | _UNLIKE_A_RUN)
     return _prepared(transformers.MarianMTModel(settings), config)
 
 
@@ -163,10 +126,8 @@ _PEERS = (
     Peer(
         name="torch",
         default=replace(_SMALL, norm_epsilon=1e-5),
-        check=torch_format.TORCH.check,
         table=torch_format.TORCH,
         build=lambda config, _: TorchTransformer(config),
-        logits=lambda module, src, tgt_in: module(src, tgt_in),
         stacks="transformer.",
         sublayers={
             "encoder": ("self_attn", "norm1", "linear2", "norm2"),
@@ -183,10 +144,8 @@ _PEERS = (
             tie_embeddings="none",
             logits_bias=True,
         ),
-        check=torch_format.ANNOTATED.check,
         table=torch_format.ANNOTATED,
         build=lambda config, _: AnnotatedTransformer(config),
-        logits=lambda module, src, tgt_in: module(src, tgt_in),
         stacks="",
         sublayers={
             "encoder": ("self_attn", "sublayer.0.norm", "feed_forward", "sublayer.1.norm"),
@@ -210,8 +169,8 @@ _PEERS = (
             eos_id=fairseq_format.EOS_ID,
             unk_id=fairseq_format.UNK_ID,
         ),
-        check=_check_fairseq,
         table=fairseq_format.FAIRSEQ,
+        narrower=("FSMT of transformers", {"norm_position": ("post",), "positions": ("halves",)}),
         build=_fairseq,
         logits=_fairseq_logits,
         stacks="model.",
@@ -225,8 +184,8 @@ _PEERS = (
         default=replace(
             _SMALL, norm_epsilon=1e-5, activation="swish", positions="halves", decoder_start="pad", logits_bias=True
         ),
-        check=_check_marian,
         table=marian_format.MARIAN,
+        narrower=("MarianMTModel", {"positions": ("halves",)}),
         build=_marian,
         logits=_marian_logits,
         stacks="model.",
