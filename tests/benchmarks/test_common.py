@@ -32,7 +32,7 @@ def make_side(**spec):
     return Side("tests.benchmarks.test_common:clock", spec)
 
 
-def test_sides_take_turns():
+def test_sides_are_timed_in_turns():
     with make_side(seconds=0.1) as ours, make_side(seconds=0.3) as peer:
         assert not ours.info["jax"]  # a side imports what it needs, and nothing comes with its process
         found = take_turns({"ours": ours, "peer": peer}, rounds=2, turn_seconds=0.6, beam=4)
@@ -47,7 +47,7 @@ def test_sides_take_turns():
         }
 
 
-def test_a_side_that_fails_says_why():
+def test_failing_side_raises_with_its_error():
     with make_side(seconds=1) as side, pytest.raises(SideError, match="test_common:clock: ValueError: as asked"):
         side.ask(fail=True)
     with make_side(seconds=1) as side, pytest.raises(SideError, match=r"has ended: .*last words"):
@@ -64,7 +64,7 @@ def test_summary_is_median_and_quartiles():
     assert summary(values) == {"median": median, "min": 1.0, "q1": q1, "q3": q3, "max": 9.0}
 
 
-def test_lines_say_where_they_were_measured(tmp_path, capsys):
+def test_results_state_the_machine(tmp_path, capsys):
     output = Output(tmp_path / "deep" / "out.jsonl")
     output.write("training_step", "tiny", {"ratio": {"median": 2.0}})
     output.skip("decoding", "small", ValueError("no such thing"))

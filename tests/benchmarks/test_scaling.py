@@ -63,7 +63,7 @@ def collectives(compiled):
     return found
 
 
-def test_bytes_and_traffic_are_those_of_the_compiled_step():
+def test_bytes_and_traffic_equal_the_compiled_step():
     sizes = (2, 2, 2)  # each axis does its part
     compiled = compile_step(*sizes)
     held = bytes_per_device(CONFIG, *sizes)
@@ -77,7 +77,7 @@ def test_bytes_and_traffic_are_those_of_the_compiled_step():
     assert found["all-reduce"] == pytest.approx(gradients + expected.tensor_all_reduce, rel=0.01)
 
 
-def test_the_state_is_split_by_the_axes_and_gradients_weigh_as_much():
+def test_state_is_split_by_axes_and_gradients_are_float32():
     config = Config(model=dataclasses.replace(MODEL, param_dtype="bfloat16"))
     one, split = bytes_per_device(config), bytes_per_device(config, fsdp=8)
     assert one.gradients == 2 * one.parameters  # summed up in float32
@@ -86,7 +86,7 @@ def test_the_state_is_split_by_the_axes_and_gradients_weigh_as_much():
     assert split.optimizer == pytest.approx(one.optimizer * split.parameters / one.parameters, rel=0.01)
 
 
-def test_rings():
+def test_ring_traffic_per_axis():
     traffic = traffic_per_step(CONFIG, ROWS, LENGTH, LENGTH, 4, 2, 1)
     sent = traffic.sent(4, 2, 1)
     assert sent["data"] == 2 * 3 / 4 * traffic.data_all_reduce
@@ -94,6 +94,6 @@ def test_rings():
     assert sent["tensor"] == 0
 
 
-def test_an_axis_that_does_not_divide():
+def test_axis_that_does_not_divide_a_dimension_is_rejected():
     with pytest.raises(UserError, match=r"training.mesh_tensor=3 does not divide axis \d of params/"):
         bytes_per_device(CONFIG, tensor=3)

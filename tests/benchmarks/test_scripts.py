@@ -24,7 +24,7 @@ def lines_of(text):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_all_gpu_figures_at_a_tiny_scale(tmp_path, optional_package):
+def test_gpu_benchmarks_run_at_tiny_scale(tmp_path, optional_package):
     for name in ("torch", "ctranslate2"):
         optional_package(name)
     command = [sys.executable, "-m", "benchmarks.gpu_all", str(tmp_path), "--device", "cpu", "--scale", "tiny"]
@@ -65,7 +65,7 @@ def test_all_gpu_figures_at_a_tiny_scale(tmp_path, optional_package):
     assert decoding["share_of_limit"] > 0
 
 
-def test_the_most_important_parts_come_first():
+def test_most_important_parts_run_first():
     assert [part.name for part in gpu_all.parts("full")[:2]] == ["base", "big"]
     for part in gpu_all.parts("full"):
         # Each is a command line that its script understands.
@@ -75,7 +75,7 @@ def test_the_most_important_parts_come_first():
         assert stopped.value.code == 0
 
 
-def test_training_on_the_batches_of_a_plan():
+def test_training_benchmark_uses_the_batches_of_a_plan():
     spec = {"corpus": "wmt", "size": "nano", "dtype": "float32", "batching": "bucketed"}
     info, turn = batching.train({**spec, "pairs": 40, "batch_tokens": 256, "max_shapes": 1})
     assert info["shapes"] == 1
@@ -83,14 +83,14 @@ def test_training_on_the_batches_of_a_plan():
     assert answer["seconds"] > answer["unit_seconds"] > 0  # a batch is less than a million tokens
 
 
-def test_time_that_is_up_is_said(tmp_path, capsys):
+def test_exhausted_time_budget_is_reported(tmp_path, capsys):
     assert gpu_all.main([str(tmp_path), "--device", "cpu", "--scale", "tiny", "--seconds", "0"]) == 1
     lines = lines_of(capsys.readouterr().out)
     assert [line["name"] for line in lines] == ["base", "choices", "decoding"]
     assert all("left" in line["skipped"] for line in lines)
 
 
-def test_the_input_pipeline_is_counted_right():
+def test_input_pipeline_counts_are_correct():
     spec = {"corpus": "multi30k", "pairs": 2_000, "batching": "bucketed", "batch_tokens": 1_024, "counted_batches": 1}
     info, turn = input_pipeline.pipeline(spec)
     encoded = make_corpus("multi30k", 2_000, 37_000)
@@ -104,7 +104,7 @@ def test_the_input_pipeline_is_counted_right():
     assert turn({"units": 1})["seconds"] > 0
 
 
-def test_the_order_of_shapes_is_measured():
+def test_entropy_measures_the_order_of_shapes():
     sorted_order, random_order = [1] * 500 + [2] * 500, np.random.default_rng(0).integers(1, 3, 1000).tolist()
 
     def given_previous(items):
@@ -116,7 +116,7 @@ def test_the_order_of_shapes_is_measured():
 
 
 @pytest.mark.parametrize("name", LENGTHS)
-def test_lengths_are_those_of_the_real_corpus(name):
+def test_synthetic_lengths_match_the_real_corpus(name):
     mean, deviation, ratio_mean, ratio_deviation = LENGTHS[name]
     encoded = make_corpus(name, 20_000, 1_000)
     source, target = np.log(encoded.source_lengths), np.log(encoded.target_lengths)
@@ -126,7 +126,7 @@ def test_lengths_are_those_of_the_real_corpus(name):
     assert (target - source).std() == pytest.approx(ratio_deviation, rel=0.1)
 
 
-def test_a_random_batch_is_a_batch():
+def test_random_batch_is_well_formed():
     src, tgt_in, tgt_out = random_batch(50, rows=200, length=20)
     for side in (src, tgt_out):
         ends = (side == 2).argmax(axis=1)
@@ -139,7 +139,7 @@ def test_a_random_batch_is_a_batch():
     np.testing.assert_array_equal(tgt_in[:, 1:], np.where(inner == 2, 0, inner))
 
 
-def test_imports_are_timed(capsys):
+def test_import_times_are_reported(capsys):
     assert startup.main(["--parts", "imports", "--imports", "transformer_jax,no_such_module", "--rounds", "1"]) == 1
     bad, good = lines_of(capsys.readouterr().out)
     assert "No module named 'no_such_module'" in bad["skipped"]
@@ -156,7 +156,7 @@ def test_imports_are_timed(capsys):
         ("decoding", ["--run", "somewhere"], "--run and --source belong together"),
     ],
 )
-def test_wrong_usage_is_told(script, arguments, said, capsys):
+def test_invalid_usage_is_reported(script, arguments, said, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(f"benchmarks.{script}").main(arguments)
     assert said in capsys.readouterr().err

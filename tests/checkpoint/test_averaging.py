@@ -49,7 +49,7 @@ def test_an_average_is_the_mean_in_float64(run, last):
     assert_average(run, steps)
 
 
-def test_sums_are_in_float64_and_results_in_the_own_type():
+def test_averages_sum_in_float64_and_keep_each_dtype():
     small = [{"w": np.array([1.0, 2**-24], np.float32)}, *({"w": np.array([2**-24] * 2, np.float32)} for _ in range(3))]
     mean = average_params(small)["w"]
     np.testing.assert_array_equal(mean, np.array([(1 + 3 * 2**-24) / 4, 2**-24], np.float32))

@@ -99,7 +99,7 @@ def test_an_existing_step_is_not_overwritten(run):
         ("valid_bleu", {1: 9.0, 2: 1.0, 3: 2.0, 4: 4.0, 5: 0.0}, 1),
     ],
 )
-def test_the_last_are_kept_and_the_best(best_by, figures, best, run):
+def test_last_and_best_checkpoints_are_kept(best_by, figures, best, run):
     metrics = {step: None if value is None else {best_by: value, "other": 1.0} for step, value in figures.items()}
     # The second manager reads the metrics of the first one's checkpoints from the disk.
     for part in ((1, 2, 3), (4, 5)):
@@ -109,7 +109,7 @@ def test_the_last_are_kept_and_the_best(best_by, figures, best, run):
         assert resolve_checkpoint(run, which, best_by) == run.checkpoints / str(step)
 
 
-def test_without_metrics_the_last_are_kept(run):
+def test_last_checkpoints_are_kept_without_metrics(run):
     save_steps(run, dict.fromkeys(range(1, 6)), keep=2)
     assert {4, 5} <= set(checkpoint_steps(run))
     assert len(checkpoint_steps(run)) <= 3
@@ -216,7 +216,7 @@ def test_parameters_are_written_and_read_bit_for_bit(tmp_path):
         ({"logits_bias": True}, {}, r"logits_bias is not part of the model$"),
     ],
 )
-def test_differences_to_another_model_are_named(stored, expected, message, tmp_path):
+def test_differences_from_another_model_are_listed(stored, expected, message, tmp_path):
     save_params(tmp_path / "a", random_params(dataclasses.replace(MODEL, **stored)))
     with pytest.raises(UserError, match=message):
         load_params(tmp_path / "a", abstract_params(dataclasses.replace(MODEL, **expected)))

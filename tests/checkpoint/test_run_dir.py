@@ -54,7 +54,7 @@ def test_another_configuration_raises_with_its_fields(run):
     assert run.load_config() == CONFIG
 
 
-def test_a_folder_with_other_files_is_not_changed(tmp_path):
+def test_folder_with_unrelated_files_is_not_changed(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     for path, message in (
         (tmp_path, r"exists and is not a run \(no config.json\): give another --workdir"),

@@ -48,7 +48,7 @@ def test_batches_are_those_of_the_plan_over_epochs(encoded, plan):
     assert same(list(TrainingData(encoded, plan, MODEL, prefetch=4).iterator(0, stop)), expected)
 
 
-def test_a_batch_does_not_depend_on_where_one_starts(encoded, plan):
+def test_batches_do_not_depend_on_the_first_step(encoded, plan):
     stop = plan.batches_per_epoch + 5
     whole = list(TrainingData(encoded, plan, MODEL).iterator(0, stop))
     for start in (1, plan.batches_per_epoch - 1, stop - 1):
@@ -57,7 +57,7 @@ def test_a_batch_does_not_depend_on_where_one_starts(encoded, plan):
     assert list(TrainingData(encoded, plan, MODEL).iterator(stop, stop)) == []
 
 
-def test_processes_share_the_rows(encoded, plan):
+def test_rows_are_split_between_processes(encoded, plan):
     whole = list(TrainingData(encoded, plan, MODEL, row_multiple=4).iterator(0, 20))
     assert all(len(batch.src) % 4 == 0 for batch in whole)
     for one, other in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3), ())):  # of four parts
@@ -80,7 +80,7 @@ def test_processes_share_the_rows(encoded, plan):
         TrainingData(encoded, plan, MODEL, row_multiple=3, parts=RowParts((0,), 2))
 
 
-def test_stopping_early_is_clean(encoded, plan):
+def test_iteration_may_stop_early(encoded, plan):
     batches = TrainingData(encoded, plan, MODEL, prefetch=8).iterator(0, 1_000_000)
     assert len(list(itertools.islice(batches, 3))) == 3
 
@@ -93,7 +93,7 @@ def test_padding_batches_have_every_shape_of_the_plan_and_no_pair(encoded, plan)
     assert not any(array.any() for batch in batches for array in arrays(batch))
 
 
-def test_a_batch_is_described_by_its_pairs(encoded, plan):
+def test_batch_description_lists_its_pairs(encoded, plan):
     described = TrainingData(encoded, plan, MODEL).describe(3)
     assert [row["pair"] for row in described] == plan.rows(3).pairs.tolist()
     for row in described:

@@ -42,7 +42,7 @@ GERMAN = (
 
 @pytest.mark.parametrize("tokenize", ["13a", "none", "intl", "char"])
 @pytest.mark.parametrize("lowercase", [False, True])
-def test_bleu_and_chrf_are_sacrebleus(tokenize, lowercase):
+def test_bleu_and_chrf_equal_sacrebleu(tokenize, lowercase):
     scores = score_corpus(TRANSLATIONS, REFERENCES, tokenize, lowercase)
     bleu = sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES], tokenize=tokenize, lowercase=lowercase, force=True)
     assert scores.bleu == bleu.score > 0

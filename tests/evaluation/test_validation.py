@@ -35,7 +35,7 @@ def mean_loss(score_by_hand):
     return compute
 
 
-def test_an_evaluation_has_the_loss_and_scores_of_its_translations(tiny, translator, mean_loss):
+def test_evaluation_reports_loss_and_translation_scores(tiny, translator, mean_loss):
     pairs = read_split(tiny.config.data, "test")
     report = evaluate_pairs(translator, pairs)
     assert report.loss == pytest.approx(mean_loss(translator, pairs), rel=1e-5)
@@ -45,7 +45,7 @@ def test_an_evaluation_has_the_loss_and_scores_of_its_translations(tiny, transla
     assert report.tokens_per_second > report.sentences_per_second > 0
 
 
-def test_no_pair_is_left_out_of_an_evaluation(translator):
+def test_evaluation_includes_every_pair(translator):
     # Training would leave out empty sides and skewed lengths.
     pairs = Pairs(["a dog", "", "the"], ["ein hund", "der", ""], "here")
     report = evaluate_pairs(translator, pairs, tokenize="none", lowercase=True)

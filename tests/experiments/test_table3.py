@@ -128,7 +128,7 @@ def test_row_c6_needs_attention_biases():
     assert round(count_parameters(dataclasses.replace(model, attention_bias=True)) / 1e6) == 53
 
 
-def test_no_vocabulary_fits_big_and_the_others(report):
+def test_no_vocabulary_size_fits_big_and_the_other_rows(report):
     (first, last), (big_first, big_last) = report["table"]["all_but_big_fit"], report["table"]["big_fits"]
     assert big_first < big_last < first <= 40_960 <= last
 

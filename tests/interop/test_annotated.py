@@ -93,7 +93,7 @@ def test_teaching_model_equals_its_formulas(bias):
     assert_same_trees(from_foreign(state, OPUS_BOOKS, config), params)
 
 
-def test_norms_of_one_number():
+def test_norms_with_scalar_parameters_are_imported():
     """Early versions have one scale and one shift for all columns."""
     state = to_foreign(random_params(CONFIG), OPUS_BOOKS, CONFIG)
     state = {name: value[:1] if ".norm." in name else value for name, value in state.items()}
@@ -101,7 +101,7 @@ def test_norms_of_one_number():
     np.testing.assert_allclose(logits(CONFIG, from_foreign(state, OPUS_BOOKS, CONFIG)), theirs, atol=2e-5, rtol=1e-5)
 
 
-def test_annotated_names_come_back():
+def test_annotated_names_round_trip():
     params = random_params(CONFIG)
     state = to_foreign(params, ANNOTATED, CONFIG)
     assert state["decoder.layers.2.src_attn.linears.3.weight"].shape == (12, 12)

@@ -33,7 +33,7 @@ def logits(config, params):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_runs_there(ctranslate2, tmp_path, name):
+def test_ctranslate2_runs_the_export(ctranslate2, tmp_path, name):
     config, params, pair = run(name)
     write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     lines = sentences()
@@ -49,7 +49,7 @@ def test_export_runs_there(ctranslate2, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_own_export_comes_back(tmp_path, name):
+def test_own_export_round_trips(tmp_path, name):
     config, params, pair = run(name)
     write_ctranslate2(tmp_path, config, params, pair, warn=only_min_length)
     again = read_ctranslate2(tmp_path)
@@ -126,7 +126,7 @@ def test_byte_pairs(ctranslate2, tmp_path):
     assert imported.config.tokenizer.kind == "bpe"
 
 
-def test_special_names_that_are_words(ctranslate2, tmp_path):
+def test_special_token_names_used_as_words_are_renamed(ctranslate2, tmp_path):
     tokenizer = train_tokenizer("word", ["<s> a b </s> <unk>"], 60, 1)
     config = run("paper")[0].with_changes(model={"vocab_size": tokenizer.vocab_size})
     write_ctranslate2(

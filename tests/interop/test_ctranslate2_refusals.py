@@ -226,7 +226,7 @@ def test_inexpressible_model_is_rejected(tmp_path, changes, message):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_padding(optional_package, tmp_path):
+def test_model_without_padding_is_imported(optional_package, tmp_path):
     """The imported model gets an additional row for PAD, which changes no output."""
     ctranslate2 = optional_package("ctranslate2")
     config, params, pair = run("paper")
@@ -284,7 +284,7 @@ def test_files_of_older_converters_are_equivalent(folder):
     np.testing.assert_array_equal(logits(imported), expected)
 
 
-def test_positions_that_are_not_stored_are_those_that_ctranslate2_computes(optional_package, folder):
+def test_missing_positions_equal_those_that_ctranslate2_computes(optional_package, folder):
     change(
         folder, lambda variables: [variables.pop(f"{s}/position_encodings/encodings") for s in ("encoder", "decoder")]
     )

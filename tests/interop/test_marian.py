@@ -175,7 +175,7 @@ def test_imported_model_is_exported_again(transformers, tmp_path, separate):
     assert compare_outputs(with_decoding(imported), model, tokenizers[1], LINES, num_beams=4)[0] == []
 
 
-def test_a_small_limit_is_kept(folder, tmp_path):
+def test_smaller_length_limit_is_kept(folder, tmp_path):
     copy_files(folder, tmp_path)
     for settings, expected in (({"max_length": 30}, 29), ({"max_length": 512}, 128), ({"max_new_tokens": 7}, 7)):
         change_json(tmp_path / "generation_config.json", **settings)

@@ -177,7 +177,7 @@ def test_inexpressible_tokenizer_is_rejected(tmp_path):
         write_marian(tmp_path, config, params, TokenizerPair(other, other), pytest.fail)
 
 
-def test_a_sentencepiece_pair_cannot_do_without_eos(optional_package, tmp_path):
+def test_sentencepiece_pair_without_eos_is_rejected(optional_package, tmp_path):
     optional_package("sentencepiece")
     from marian_cases import pieces, train_model
 

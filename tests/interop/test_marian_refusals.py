@@ -188,7 +188,7 @@ print(json.dumps({"seconds": seconds, "bytes": size, "grown": 1024 * (after - be
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
-def test_a_large_import_is_quick_and_small(folder):
+def test_large_import_is_fast_and_uses_little_memory(folder):
     from safetensors.numpy import save_file
 
     model = ModelConfig(

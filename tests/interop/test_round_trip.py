@@ -57,7 +57,7 @@ def test_marian_is_imported_fine_tuned_and_exported(optional_package, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["numbers.py", "multi30k_en_de.py:bpe10k", "multi30k_en_de.py:raw"])
-def test_the_shipped_recipes_go_to_both_formats(recipe, tmp_path):
+def test_shipped_recipes_export_to_both_formats(recipe, tmp_path):
     config = load_recipe(str(Path(__file__).parents[2] / "configs" / recipe))
     params = random_params(config.model)
     assert len(marian_tensors(params, config.model)) > 50

@@ -35,7 +35,7 @@ def message(found, config=CONFIG):
     return str(error.value)
 
 
-def test_all_that_is_missing_left_over_or_of_another_shape_is_listed():
+def test_missing_unused_and_misshaped_tensors_are_all_listed():
     found = tensors()
     del found["transformer.encoder.layers.1.linear1.weight"]
     del found["transformer.decoder.layers.2.norm3.bias"]
@@ -72,7 +72,7 @@ def test_two_names_for_one_tensor_are_rejected():
         from_foreign(found, TORCH, CONFIG)
 
 
-def test_a_bias_that_the_model_lacks_may_be_there_only_as_zeros():
+def test_extra_bias_is_accepted_only_if_zero():
     found = tensors()
     name = "transformer.encoder.layers.0.self_attn.in_proj_bias"
     assert not found[name].any()
@@ -81,7 +81,7 @@ def test_a_bias_that_the_model_lacks_may_be_there_only_as_zeros():
     assert f"{name} [36] is left over" in message(found)
 
 
-def test_one_layer_too_many_is_left_over():
+def test_extra_layer_is_reported():
     assert "transformer.encoder.layers.1.norm1.weight [12] is left over" in message(tensors(), odd(num_layers=1))
 
 

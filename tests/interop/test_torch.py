@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES.keys())
-def test_logits_equal_and_weights_come_back(torch, config):
+def test_logits_equal_torch_and_weights_round_trip(torch, config):
     from transformer_jax.parity.torch_models import TorchTransformer, load_numpy
 
     params = random_params(config)
@@ -78,7 +78,7 @@ def test_plain_torch_transformer(torch):
         from_foreign(tensors, TORCH, ModelConfig(**{**vars(config), "positions": "halves"}))
 
 
-def test_teaching_notebook(torch):
+def test_model_of_a_teaching_notebook_is_imported(torch):
     """Stacks of nn.TransformerEncoder and nn.TransformerDecoder, one embedding, fc_out: width 256, 3 + 3 layers."""
     torch.manual_seed(1)
     d_model, vocab = 256, 50

@@ -47,7 +47,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("shape", MASKS)
-def test_attention_is_the_reference(shape):
+def test_attention_equals_the_reference(shape):
     mask = MASKS[shape]
     expected = reference_weights(True if mask is None else mask)
     weights = attention_weights(QUERY, KEY, mask)
@@ -66,7 +66,7 @@ def test_weight_is_exactly_zero_where_the_mask_is_false(scale):
     np.testing.assert_allclose(weights.sum(-1), MASK.any(-1).astype(float), atol=1e-6)
 
 
-def test_a_query_that_may_attend_to_nothing():
+def test_fully_masked_query_outputs_zeros():
     def loss(query, key, value):
         return jnp.square(scaled_dot_product_attention(query, key, value, MASK)).sum()
 
@@ -80,21 +80,21 @@ def test_a_query_that_may_attend_to_nothing():
     assert gradients[0][0, 1, 1].all()
 
 
-def test_nothing_at_all_may_be_attended_to():
+def test_fully_masked_attention_outputs_zeros():
     mask = jnp.zeros((1, 1, 1, 5), bool)
     output, gradient = jax.value_and_grad(lambda q: scaled_dot_product_attention(q, KEY, VALUE, mask).sum())(QUERY)
     assert output == 0
     assert not gradient.any()
 
 
-def test_values_that_may_not_be_seen_do_not_matter():
+def test_masked_values_do_not_affect_the_output():
     mask = jnp.arange(5)[None, None, None, :] < 3
     gradient = jax.grad(lambda v: jnp.square(scaled_dot_product_attention(QUERY, KEY, v, mask)).sum())(VALUE)
     assert not gradient[:, 3:].any()
     assert gradient[:, :3].all()
 
 
-def test_softmax_in_float32_for_bfloat16():
+def test_softmax_of_bfloat16_is_computed_in_float32():
     query, key, value = (jnp.asarray(x, jnp.bfloat16) for x in (QUERY, KEY, VALUE))
     weights = attention_weights(query, key, MASK)
     assert weights.dtype == jnp.float32
@@ -127,7 +127,7 @@ X, MEMORY = normal(2, 3, 6), normal(2, 5, 6)
 
 
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_multi_head_attention_is_the_reference(use_bias):
+def test_multi_head_attention_equals_the_reference(use_bias):
     module, params = make(use_bias)
     shapes = jax.eval_shape(module.init, jax.random.key(0), X, MEMORY)["params"]
     assert jax.tree.map(lambda leaf: leaf.shape, shapes) == jax.tree.map(np.shape, params)
@@ -141,7 +141,7 @@ def test_multi_head_attention_is_the_reference(use_bias):
     np.testing.assert_allclose(unmasked[0], expected, rtol=1e-5, atol=2e-5)
 
 
-def test_each_head_has_its_mask():
+def test_masks_may_differ_between_heads():
     module, params = make()
     output = apply(module, params, X, MEMORY, MASK)
     expected = 0
@@ -152,7 +152,7 @@ def test_each_head_has_its_mask():
     np.testing.assert_allclose(output[0], expected, rtol=1e-5, atol=2e-5)
 
 
-def test_dropout_of_weights_has_the_expectation_of_none():
+def test_attention_dropout_keeps_the_expected_output():
     module, params = make(dropout_rate=0.3)
     expected = apply(module, params, X, MEMORY)
     keys = jax.random.split(jax.random.key(0), 1000)

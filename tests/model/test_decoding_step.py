@@ -37,7 +37,7 @@ def prepared(config, params, src, *, rows=(0, 2), int8=False, **options):
 
 
 @pytest.mark.parametrize("name", **every_config)
-def test_decoding_with_the_cache_is_decoding_without(name):
+def test_cached_decoding_equals_the_full_decoder(name):
     config, model, params, src, tgt_in = model_and_inputs(name)
     tgt_in = jnp.asarray(tgt_in[np.array([0, 2])])  # targets without padding
     # More room than needed: what is not filled must not be seen.
@@ -50,7 +50,7 @@ def test_decoding_with_the_cache_is_decoding_without(name):
 
 
 @pytest.mark.parametrize("name", ["paper", "decoder's own heads", "learned"])
-def test_hypotheses_that_change_places_are_those_decoded_alone(name):
+def test_reordered_hypotheses_decode_like_separate_ones(name):
     """A random beam: each step takes rows from others, some twice, some never; and the cache grows on its way."""
     config, model, params, src, _ = model_and_inputs(name)
     rng, k = np.random.default_rng(0), 3
@@ -70,7 +70,7 @@ def test_hypotheses_that_change_places_are_those_decoded_alone(name):
         cache = reorder_cache(cache, jnp.asarray((parents + np.array([[0], [k]])).reshape(-1)))
 
 
-def test_the_source_is_kept_once_and_never_changes():
+def test_source_keys_and_values_are_stored_once_and_never_change():
     config, _, params, src, _ = model_and_inputs("decoder's own heads")
     weights, _, _, cache = prepared(config, params, src, max_length=4, beam_size=3)
     size = config.decoder
@@ -81,7 +81,7 @@ def test_the_source_is_kept_once_and_never_changes():
     assert all(one is other for one, other in zip(*map(jax.tree.leaves, (cache.cross, after.cross)), strict=True))
 
 
-def test_cache_in_bfloat16():
+def test_bfloat16_cache_is_close_to_the_full_decoder():
     config, _, params, src, tgt_in = model_and_inputs("paper")
     config = dataclasses.replace(config, dtype="bfloat16")
     weights, _, _, cache = prepared(config, params, src, rows=range(len(src)), max_length=4)
@@ -93,7 +93,7 @@ def test_cache_in_bfloat16():
 
 
 @pytest.mark.parametrize("rows", [(0,), (0, 2)])
-def test_int8_is_near(rows):
+def test_int8_decoding_is_close_to_unquantized_decoding(rows):
     config, model, params, src, tgt_in = model_and_inputs("paper")
     weights, memory, src_mask, cache = prepared(config, params, src, rows=rows, int8=True, max_length=4)
     leaves = jax.tree_util.tree_leaves_with_path(weights["decoder"], is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
@@ -106,7 +106,7 @@ def test_int8_is_near(rows):
     assert 1e-5 < np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def test_learned_positions_have_an_end():
+def test_cache_longer_than_the_learned_positions_is_rejected():
     config = dataclasses.replace(CONFIGS["learned"], max_length=6)
     _, _, params, src, _ = model_and_inputs("learned")
     params = params | {side: {"table": params[side]["table"][:6]} for side in ("source_positions", "target_positions")}

@@ -54,7 +54,7 @@ NO_DROPOUT = dict.fromkeys(PLACES, 0.0)
 
 
 @pytest.mark.parametrize("field", PLACES)
-def test_each_rate_acts_at_its_places(field):
+def test_each_dropout_rate_applies_to_its_modules(field):
     config = tiny(**(NO_DROPOUT | {field: 0.5}))
     calls = dropouts(config)
     changed = {path for path, x, y in calls if not np.array_equal(x, y)}
@@ -74,7 +74,7 @@ def test_each_rate_acts_at_its_places(field):
         assert {x.shape[-1] for path, x, _ in calls if path in PLACES[field]} == {config.d_ff}
 
 
-def test_deterministic_means_no_dropout():
+def test_deterministic_disables_dropout():
     rates = dict.fromkeys(PLACES, 0.5)
     assert all(np.array_equal(x, y) for _, x, y in dropouts(tiny(**rates), deterministic=True))
     _, model, params, src, tgt_in = model_and_inputs("paper")

@@ -18,7 +18,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "swish"])
-def test_feed_forward_is_the_reference(activation):
+def test_feed_forward_equals_the_reference(activation):
     output = apply(FeedForward(6, 10, activation), PARAMS, X)
     expected = np.stack([reference.feed_forward(PARAMS, row, activation) for row in X])
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=2e-5)
@@ -31,12 +31,12 @@ def test_activate(activation):
     np.testing.assert_allclose(activate(jnp.asarray(x), activation), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gelu_is_the_exact_one():
+def test_gelu_is_exact():
     approximate = jax.nn.gelu(jnp.float32(2.0), approximate=True)
     assert abs(activate(jnp.float32(2.0), "gelu") - approximate) > 5e-5
 
 
-def test_each_position_for_itself():
+def test_feed_forward_treats_positions_independently():
     def first(x):
         return apply(FeedForward(6, 10), PARAMS, x)[0, 0].sum()
 
@@ -46,7 +46,7 @@ def test_each_position_for_itself():
     assert not gradient.any()
 
 
-def test_dropout_is_between_the_two_products():
+def test_dropout_is_applied_between_the_two_products():
     """Its expectation is the function without dropout, as the second product is linear."""
     module = FeedForward(6, 10, dropout_rate=0.3)
     expected = apply(module, PARAMS, X)

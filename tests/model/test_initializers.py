@@ -111,7 +111,7 @@ def test_biases_are_zero_and_scales_one(scheme):
     assert seen == {"bias", "logits_bias", "scale", "kernel", "table"}
 
 
-def test_seeds():
+def test_initial_parameters_depend_on_seed_and_layer():
     first, other = initial("tensor2tensor"), initial("tensor2tensor", seed=1)
     initial.cache_clear()
     again = initial("tensor2tensor")
@@ -125,7 +125,7 @@ def test_seeds():
     assert not np.array_equal(kernels[1], kernels[2])
 
 
-def test_functions_alone():
+def test_initializers_have_the_documented_variances():
     key = jax.random.key(0)
     check_uniform(np.asarray(xavier_uniform(30, 70)(key, (50, 20, 10))), 30, 70)  # whatever the shape
     check_normal(np.asarray(embedding_initializer("tensor2tensor", 10, 16)(key, (1000, 16))), 1 / 16)

@@ -29,7 +29,7 @@ def inputs(dtype=jnp.float32, length=4):
 MASK = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)[:, None, None]
 
 
-def test_the_fused_function_is_the_equation_and_a_row_that_may_attend_to_nothing_gives_zeros():
+def test_fused_attention_equals_the_equation_and_fully_masked_rows_give_zeros():
     """The function that hands over to cuDNN, here with JAX's own implementation behind it."""
     for length, mask in ((4, None), (4, MASK), (4, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK), (3, None)):
         query, key, value = inputs(length=length)
@@ -60,7 +60,7 @@ def for_cuda(function, *args):
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_cudnn_computes_attention_and_its_gradient_where_it_can(nvidia):
+def test_cudnn_computes_attention_and_gradient_for_supported_inputs(nvidia):
     query, key, value = inputs(jnp.bfloat16)
 
     def total(query, kernel="auto"):
@@ -73,7 +73,7 @@ def test_cudnn_computes_attention_and_its_gradient_where_it_can(nvidia):
     assert "cudnn" not in for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="auto"), *inputs())
 
 
-def test_a_whole_model_takes_it_at_odd_lengths_too_and_an_old_gpu_does_not(nvidia, monkeypatch):
+def test_model_uses_cudnn_at_odd_lengths_and_not_on_old_gpus(nvidia, monkeypatch):
     config = ModelConfig(vocab_size=11, d_model=16, num_heads=2, d_ff=16, num_layers=1, dtype="bfloat16")
     model, params = Transformer(config), abstract_params(config)
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
@@ -86,7 +86,7 @@ def test_a_whole_model_takes_it_at_odd_lengths_too_and_an_old_gpu_does_not(nvidi
     assert "cudnn" not in for_cuda(lambda *args: loss(*args), params, tokens, tokens)
 
 
-def test_dropout_on_the_weights_takes_the_kernel_that_has_weights(nvidia):
+def test_attention_dropout_disables_the_fused_kernel(nvidia):
     x = jnp.zeros((2, 4, 16), jnp.bfloat16)
     for rate, is_fused in ((0.0, True), (0.5, False)):
         module = MultiHeadAttention(16, 2, 8, 8, dropout_rate=rate, kernel="auto", dtype="bfloat16")
@@ -121,7 +121,7 @@ def test_remat_and_scan_change_neither_logits_nor_gradients(way, stacks):
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-3, atol=1e-3 * np.abs(expected_grad).max())
 
 
-def test_remat_leaves_the_dropout_as_it_is_and_the_loop_drops_out_in_every_layer():
+def test_remat_keeps_dropout_masks_and_scanned_layers_depend_on_the_key():
     config = tiny(num_layers=3, residual_dropout=0.5)
     params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
 
@@ -134,7 +134,7 @@ def test_remat_leaves_the_dropout_as_it_is_and_the_loop_drops_out_in_every_layer
     assert not np.allclose(logits(0, scan_layers=True), logits(1, scan_layers=True))
 
 
-def test_the_loop_is_one_in_the_program_and_its_maps_can_still_be_seen():
+def test_scan_compiles_one_layer_body_and_keeps_attention_maps():
     config = tiny(num_layers=3)
     params, (src, tgt_in) = as_float32(random_params(config)), sentences(config)
 
@@ -150,7 +150,7 @@ def test_the_loop_is_one_in_the_program_and_its_maps_can_still_be_seen():
     np.testing.assert_array_equal(maps["decoder/layer_2/cross_attention"], expected["decoder/layer_2/cross_attention"])
 
 
-def test_remat_keeps_less():
+def test_remat_reduces_memory():
     """In the loop over layers: without it XLA's CPU backend computes all layers again before it needs the first."""
     config = ModelConfig(vocab_size=50, d_model=32, num_layers=6, num_heads=2, d_ff=256)
     tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)

@@ -35,7 +35,7 @@ def config_and_params(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_encoder_is_the_reference(name):
+def test_encoder_equals_the_reference(name):
     config, params = config_and_params(name)
     params = params["encoder"]
     output = apply(Encoder(config), params, MEMORY, SRC_MASK)
@@ -45,7 +45,7 @@ def test_encoder_is_the_reference(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_decoder_is_the_reference(name):
+def test_decoder_equals_the_reference(name):
     config, params = config_and_params(name)
     params = params["decoder"]
     output = apply(Decoder(config), params, X, MEMORY, TGT_MASK, SRC_MASK)
@@ -55,7 +55,7 @@ def test_decoder_is_the_reference(name):
 
 
 @pytest.mark.parametrize("name", ["post", "pre"])
-def test_one_layer_alone(name):
+def test_stack_without_final_norm_equals_its_layers(name):
     """A stack without final norm is its layers one after the other."""
     config, params = config_and_params(name)
     x = MEMORY
@@ -69,7 +69,7 @@ def test_one_layer_alone(name):
     np.testing.assert_array_equal(y, expected)
 
 
-def test_masks_may_be_left_out():
+def test_masks_are_optional():
     config, params = config_and_params("post")
     ones = np.ones((2, 1, 1, 5), bool)
     np.testing.assert_allclose(
@@ -79,7 +79,7 @@ def test_masks_may_be_left_out():
     )
 
 
-def test_sizes_of_each_stack():
+def test_encoder_and_decoder_may_differ_in_size():
     config = CONFIGS["pre"]
     for size, num_heads, d_ff in ((config.encoder, 2, 12), (config.decoder, 4, 10)):
         attention, feed_forward = make_attention(config, size), make_feed_forward(config, size)
@@ -109,7 +109,7 @@ def standardised(x):
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-def test_connection_is_its_formula(norm_position):
+def test_sublayer_connection_equals_its_formula(norm_position):
     connection = Doubled(tiny(norm_position=norm_position))
     params = {"norm": {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}}
     output = apply(connection, params, X, True)
@@ -117,7 +117,7 @@ def test_connection_is_its_formula(norm_position):
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_on_the_output_of_the_sub_layer():
+def test_dropout_is_applied_to_the_sublayer_output():
     """x + Dropout(2 LayerNorm(x)): an element is x alone, or x + 2 LayerNorm(x) / (1 - rate)."""
     connection = Doubled(tiny(norm_position="pre", residual_dropout=0.25))
     params = {"norm": {"scale": np.ones(8, np.float32), "bias": np.zeros(8, np.float32)}}

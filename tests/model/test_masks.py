@@ -82,7 +82,7 @@ def test_target_mask_where_padding_starts_the_sentence():
     np.testing.assert_array_equal(target_mask(jnp.array([[PAD, 5, PAD]]), PAD)[0, 0], drawn(TARGET))
 
 
-def test_rows_have_masks_of_their_own():
+def test_masks_of_a_batch_are_per_row():
     tokens = jnp.array([[5, 6, 7], [5, 9, 9], [9, 9, 9]])
     np.testing.assert_array_equal(padding_mask(tokens, 9)[:, 0, 0], drawn("1 1 1\n1 0 0\n0 0 0"))
     mask = target_mask(tokens, 9)
@@ -99,7 +99,7 @@ def test_masks_are_boolean(mask):
     assert mask.dtype == bool
 
 
-def test_every_mask_is_drawn():
+def test_every_mask_function_has_a_diagram():
     functions = [value for value in vars(masks).values() if getattr(value, "__module__", "") == masks.__name__]
     assert {function.__name__ for function in functions} == {
         "causal_mask",

@@ -68,7 +68,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
-def test_refused(changes, words):
+def test_invalid_model_configs_are_rejected(changes, words):
     with pytest.raises(UserError) as error:
         ModelConfig(**changes)
     message = str(error.value)
@@ -95,7 +95,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("changes", ACCEPTED, ids=str)
-def test_accepted(changes):
+def test_boundary_model_configs_are_accepted(changes):
     assert ModelConfig(**changes) == dataclasses.replace(ModelConfig(), **changes)
 
 
@@ -105,7 +105,7 @@ def test_defaults_are_the_base_model():
     assert ModelConfig().residual_dropout == 0.1
 
 
-def test_big():
+def test_big_has_the_papers_sizes():
     config = ModelConfig.big(32_000)
     assert config.encoder == config.decoder == StackSize(6, 16, 4096, 64, 64)
     assert (config.vocab_size, config.d_model, config.residual_dropout) == (32_000, 1024, 0.3)
@@ -130,16 +130,16 @@ def test_stack_sizes(changes, encoder, decoder):
 
 
 @pytest.mark.parametrize(("decoder_start", "start_id"), [("bos", 1), ("eos", 2), ("pad", 0), ("zeros", 1)])
-def test_start_id(decoder_start, start_id):
+def test_start_id_follows_decoder_start(decoder_start, start_id):
     assert ModelConfig(decoder_start=decoder_start).start_id == start_id
 
 
-def test_source_rows():
+def test_source_rows_default_to_the_shared_vocabulary():
     assert ModelConfig().source_rows == 37_000
     assert ModelConfig(source_vocab_size=10, tie_embeddings="none").source_rows == 10
 
 
-def test_frozen():
+def test_model_config_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ModelConfig().d_model = 3
 
@@ -160,7 +160,7 @@ def test_json_round_trip(name, tmp_path):
     assert Config.load(tmp_path / "config.json") == config
 
 
-def test_fields_that_are_left_out_keep_their_defaults():
+def test_missing_json_fields_keep_their_defaults():
     assert Config.from_json("{}") == Config()
     assert Config.from_json('{"model": {"num_layers": 2}}').model == ModelConfig(num_layers=2)
     model = Config.from_json('{"model": {"residual_dropout": 0}}').model
@@ -182,7 +182,7 @@ LITERALS = {
 
 
 @pytest.mark.parametrize("name", LITERALS)
-def test_json_with_a_word_that_is_not_legal(name):
+def test_json_with_an_invalid_choice_is_rejected(name):
     with pytest.raises(UserError) as error:
         Config.from_json(json.dumps({"model": {name: "sideways"}}), "run/config.json")
     assert str(error.value) == f"run/config.json: model.{name} is 'sideways'; legal: {', '.join(LITERALS[name])}"
@@ -211,7 +211,7 @@ def test_json_with_a_word_that_is_not_legal(name):
         ('{"model": {"num_heads": 7}}', ["model.d_model=512", "model.num_heads=7"]),
     ],
 )
-def test_json_that_is_refused(text, words):
+def test_invalid_json_is_rejected(text, words):
     with pytest.raises(UserError) as error:
         Config.from_json(text, "run/config.json")
     message = str(error.value)
@@ -227,7 +227,7 @@ def test_json_that_is_refused(text, words):
         ({"positions": "learned", "max_length": 256, "position_offset": 1}, ["data.max_length=256", "_offset=1"]),
     ],
 )
-def test_model_that_does_not_fit_the_rest(model, words):
+def test_model_that_conflicts_with_other_sections_is_rejected(model, words):
     with pytest.raises(UserError) as error:
         Config(model=ModelConfig(**model))
     assert all(word in str(error.value) for word in words), str(error.value)

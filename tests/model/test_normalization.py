@@ -17,7 +17,7 @@ VARIANTS = ["standard", "unbiased_std"]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("epsilon", [1e-6, 1e-5, 0.3])
-def test_layer_norm_is_the_reference(variant, epsilon):
+def test_layer_norm_equals_the_reference(variant, epsilon):
     output = apply(LayerNorm(epsilon, variant), PARAMS, X)
     expected = np.stack([reference.layer_norm(PARAMS, row, epsilon, variant) for row in X])
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
@@ -25,7 +25,7 @@ def test_layer_norm_is_the_reference(variant, epsilon):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_any_number_of_axes_before(variant):
+def test_layer_norm_accepts_any_leading_axes(variant):
     for x in (X[0, 0], X[0], X, X[None]):
         output = layer_norm(x, **PARAMS, variant=variant)
         expected = reference.layer_norm(PARAMS, x.reshape(-1, 6), variant=variant).reshape(x.shape)
@@ -33,7 +33,7 @@ def test_any_number_of_axes_before(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_constant_row(variant):
+def test_constant_row_gives_the_bias_and_finite_gradients(variant):
     """Its output is the bias, and no gradient is NaN, though the slope of sqrt at 0 is infinite."""
     x = X.at[0, 1].set(2.5)
     output = layer_norm(x, **PARAMS, variant=variant)

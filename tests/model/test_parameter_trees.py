@@ -56,7 +56,7 @@ def parameter_tree(config: ModelConfig) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameter_tree_is_the_golden_one(name):
+def test_parameter_tree_equals_the_golden_tree(name):
     golden = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
     assert parameter_tree(model_config(name)) == golden
 

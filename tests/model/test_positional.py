@@ -13,14 +13,14 @@ from transformer_jax.types import UserError
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 @pytest.mark.parametrize("exponent", ["paper", "tensor2tensor"])
 @pytest.mark.parametrize("offset", [0, 1, 7])
-def test_sinusoids_are_the_reference(layout, exponent, offset):
+def test_sinusoids_equal_the_reference(layout, exponent, offset):
     table = sinusoids(30, 8, layout, exponent, offset)
     assert table.dtype == np.float64
     expected = reference.positional_encoding(30, 8, layout, exponent, offset)
     np.testing.assert_allclose(table, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_defaults_are_the_paper():
+def test_defaults_equal_the_paper():
     """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), and wavelengths from 2 pi to 10000 * 2 pi."""
     table = sinusoids(5, 512)
     for position, column in ((0, 0), (1, 0), (3, 100), (4, 510)):
@@ -28,11 +28,11 @@ def test_defaults_are_the_paper():
         np.testing.assert_allclose(table[position, column : column + 2], [np.sin(angle), np.cos(angle)], rtol=1e-12)
 
 
-def test_offset_moves_the_table():
+def test_offset_shifts_the_table():
     np.testing.assert_array_equal(sinusoids(4, 8, offset=2), sinusoids(6, 8)[2:])
 
 
-def test_a_longer_table_begins_with_the_shorter():
+def test_longer_table_starts_with_the_shorter_one():
     np.testing.assert_array_equal(sinusoids(5000, 8)[:3], sinusoids(3, 8))
 
 

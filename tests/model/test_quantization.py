@@ -20,7 +20,7 @@ def example(rows):
     return rng.normal(0, 2, (rows, 24)), matrix
 
 
-def test_no_entry_is_off_by_more_than_half_a_scale():
+def test_quantization_error_is_at_most_half_a_scale():
     _, matrix = example(1)
     found = quantize(jnp.asarray(matrix, np.float32))
     assert found.values.dtype == np.int8
@@ -31,7 +31,7 @@ def test_no_entry_is_off_by_more_than_half_a_scale():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_products_are_those_of_numpy(rows):
+def test_quantized_products_equal_numpy(rows):
     x, matrix = example(rows)
     found = matmul(jnp.asarray(x, np.float32), quantize(jnp.asarray(matrix, np.float32)))
     values, scale = rounded(matrix.T)

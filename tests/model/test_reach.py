@@ -25,7 +25,7 @@ TGT_IN = np.array([[1, 4, 5, 6], [2, 7, PAD, 8], [3, 9, 10, 11]], np.int32)  # a
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-def test_gradients_are_zero_where_nothing_may_be_attended_to(norm_position):
+def test_masked_positions_have_zero_gradients(norm_position):
     config = tiny(vocab_size=12, tie_embeddings="none", norm_position=norm_position, attention_bias=True)
     model, params = Transformer(config), as_float32(random_params(config))
     weights = np.random.default_rng(1).normal(size=12).astype(np.float32)
@@ -49,7 +49,7 @@ def test_gradients_are_zero_where_nothing_may_be_attended_to(norm_position):
     np.testing.assert_array_equal((by_target != 0).any(-1), may_target)
 
 
-def test_start_token_is_seen_even_if_it_is_padding():
+def test_start_token_is_attended_to_even_if_it_is_padding():
     config = tiny(decoder_start="pad", tie_embeddings="none", source_vocab_size=11)
     model, params = Transformer(config), as_float32(random_params(config))
     src, tgt_in = np.array([[4, 5]], np.int32), np.array([[0, 4, 5]], np.int32)
@@ -71,7 +71,7 @@ def test_empty_rows_give_no_nan(name):
     assert any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
-def test_padding_changes_nothing():
+def test_added_padding_does_not_change_logits():
     config, model, params, src, tgt_in = model_and_inputs("paper")
     long_src = np.pad(src[:2], ((0, 0), (0, 3)), constant_values=config.pad_id)
     long_tgt = np.pad(tgt_in[:2], ((0, 0), (0, 2)), constant_values=config.pad_id)

@@ -39,7 +39,7 @@ NAMES = ["paper", "everything else", "tensor2tensor", "learned, offset", "halves
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_pair_is_what_it_is_alone(name):
+def test_packed_pair_equals_the_pair_alone(name):
     """In float64, against the reference, which knows of no segments."""
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
     params = random_params(CONFIGS[name])
@@ -58,7 +58,7 @@ def test_each_pair_is_what_it_is_alone(name):
             np.testing.assert_allclose(logits[row][tgt_segments[row] == number], expected, rtol=1e-11, atol=1e-11)
 
 
-def test_encode_and_decode_take_segments_one_by_one():
+def test_encode_and_decode_accept_segments():
     config = tiny()
     model, params = Transformer(config), as_float32(random_params(config))
     src, tgt_in, src_segments, tgt_segments = packed_rows(config)
@@ -82,7 +82,7 @@ def test_encode_and_decode_take_segments_one_by_one():
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-def test_gradients_by_another_pair_are_zero(norm_position):
+def test_gradients_between_packed_pairs_are_zero(norm_position):
     """Every position has a token of its own, so the gradient by a row of the table is that by what stands there."""
     config = tiny(vocab_size=12, tie_embeddings="none", norm_position=norm_position, attention_bias=True)
     model, params = Transformer(config), as_float32(random_params(config))
@@ -107,13 +107,13 @@ def test_gradients_by_another_pair_are_zero(norm_position):
     np.testing.assert_array_equal((by_target != 0).any(-1), may_target)
 
 
-def test_positions_start_again():
+def test_positions_restart_in_each_segment():
     segments = jnp.array([[1, 1, 2, 3, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1], [0] * 8, [1, 0, 0, 0, 0, 0, 0, 0]])
     expected = [[0, 1, 0, 0, 1, 2, 0, 0], list(range(8)), [0] * 8, [0] * 8]
     assert segment_positions(segments).tolist() == expected
 
 
-def test_a_learned_position_beyond_the_table_is_not_made_up():
+def test_learned_position_beyond_the_table_is_nan():
     table = np.arange(6, dtype=np.float32).reshape(3, 2)
     found = apply(LearnedPositions(3, 2, offset=1), {"table": table}, np.array([[0, 1, 2]]), method="at")
     np.testing.assert_array_equal(found[0, :2], table[1:])

@@ -31,7 +31,7 @@ from transformer_jax.types import UserError
 
 
 @pytest.mark.parametrize("name", **every_config)
-def test_model_is_the_reference(name):
+def test_model_equals_the_reference(name):
     config, model, params, src, tgt_in = model_and_inputs(name)
     logits = apply(model, params, src, tgt_in)
     assert logits.dtype == jnp.float32
@@ -50,7 +50,7 @@ def test_float64_stays_float64(name):
     np.testing.assert_allclose(logits, reference.transformer(params, config, src, tgt_in), rtol=1e-12, atol=1e-12)
 
 
-def test_settings_can_be_told_apart():
+def test_model_settings_change_the_logits():
     """What is compared above would prove nothing if two settings gave the same numbers."""
     equal_to_paper = {"paper", "no source EOS", "other ids"}  # the first by definition, the others change the tokens
     _, model, params, src, tgt_in = model_and_inputs("paper")
@@ -63,7 +63,7 @@ def test_settings_can_be_told_apart():
         assert np.abs(difference).max() > 1e-3, name
 
 
-def test_encode_then_decode_is_the_model():
+def test_encode_then_decode_equals_the_model():
     config, model, params, src, tgt_in = model_and_inputs("torch")
     src_mask = (src != config.pad_id)[:, None, None, :]
     memory = apply(model, params, src, method="encode")
@@ -76,7 +76,7 @@ def test_encode_then_decode_is_the_model():
 
 
 @pytest.mark.parametrize("source_eos", [True, False])
-def test_source_eos_is_a_matter_of_the_data(source_eos):
+def test_source_eos_does_not_change_the_model(source_eos):
     _, model, params, src, tgt_in = model_and_inputs("paper")
     other = Transformer(dataclasses.replace(model.config, source_eos=source_eos))
     np.testing.assert_array_equal(apply(other, params, src, tgt_in), apply(model, params, src, tgt_in))
@@ -111,7 +111,7 @@ def test_bfloat16_computes_logits_in_float32():
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_param_dtype_is_honoured(param_dtype):
+def test_param_dtype_sets_the_dtype_of_every_parameter(param_dtype):
     for name in ("torch", "everything else"):
         config = dataclasses.replace(CONFIGS[name], param_dtype=param_dtype, logits_bias=True)
         assert {str(leaf.dtype) for leaf in jax.tree.leaves(abstract_params(config))} == {param_dtype}
@@ -123,7 +123,7 @@ def test_float64_needs_x64(field):
         abstract_params(tiny(**{field: "float64"}))
 
 
-def test_sinusoids_have_no_end():
+def test_sinusoids_allow_any_length():
     config = tiny(max_length=4)
     model, params = Transformer(config), as_float32(random_params(config))
     src = np.resize(np.arange(4, 11, dtype=np.int32), (1, 40))
@@ -133,7 +133,7 @@ def test_sinusoids_have_no_end():
 
 
 @pytest.mark.parametrize(("src_length", "tgt_length"), [(5, 3), (3, 5)])
-def test_learned_positions_have_an_end(src_length, tgt_length):
+def test_sequence_longer_than_the_learned_positions_is_rejected(src_length, tgt_length):
     config = tiny(positions="learned", max_length=6, position_offset=2)
     model, params = Transformer(config), as_float32(random_params(config))
     ids = np.full((1, 8), 4, np.int32)
@@ -167,7 +167,7 @@ def test_attention_maps():
         np.testing.assert_allclose(maps[name].sum(-1), any_allowed.astype(float), atol=1e-6)
 
 
-def test_attention_maps_are_the_reference():
+def test_attention_maps_equal_the_reference():
     config, model, params, src, tgt_in = model_and_inputs("paper")
     weights = attention_maps(model, *to_jax((params, src, tgt_in)))["encoder/layer_0/self_attention"]
     layer, x = params["encoder"]["layer_0"]["self_attention"], reference.embed(params, config, src[1], "source")
@@ -188,7 +188,7 @@ def test_flax_nnx_wraps_the_model():
     np.testing.assert_array_equal(wrapped(*to_jax((src, tgt_in))), apply(model, params, src, tgt_in))
 
 
-def test_one_trace_for_each_shape():
+def test_model_traces_once_per_shape():
     _, model, params, _, _ = model_and_inputs("paper")
     traces = []
 
@@ -222,25 +222,25 @@ TABLE_3 = {
 
 
 @pytest.mark.parametrize("row", TABLE_3)
-def test_table_3_counts(row):
+def test_parameter_counts_equal_table_3(row):
     changes, millions, paper = TABLE_3[row]
     count = count_parameters(ModelConfig.base(40_960, attention_bias=True, **changes))
     assert round(count / 1e6, 2) == millions
     assert round(count / 1e6) == paper
 
 
-def test_row_a_keeps_the_count():
+def test_row_a_has_the_parameter_count_of_base():
     """Row A of Table 3 changes the number of heads and keeps h d_k."""
     base = count_parameters(ModelConfig.base(100))
     assert count_parameters(ModelConfig.base(100, num_heads=32)) == base
     assert count_parameters(ModelConfig.base(100, num_heads=1)) == base
 
 
-def test_big_count():
+def test_big_has_218_million_parameters():
     assert round(count_parameters(ModelConfig.big(40_960, attention_bias=True)) / 1e6, 1) == 218.3
 
 
-def test_model_learns_nothing_of_its_own():
+def test_model_has_no_state_besides_parameters():
     """No collection but the parameters: the model is a pure function of them."""
     config = tiny(positions="learned", tie_embeddings="none", logits_bias=True)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)

@@ -51,7 +51,7 @@ def test_exit_status_and_one_line_of_json(ok, status, answers, capsys):
         [],
     ],
 )
-def test_wrong_use_is_no_difference(args, capsys):
+def test_invalid_usage_is_not_reported_as_a_difference(args, capsys):
     assert cli.main(["compare", *args, "--json"]) == 2
     assert capsys.readouterr().out == ""
 

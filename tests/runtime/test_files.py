@@ -151,7 +151,7 @@ def test_exactly_one_of_two_writers_wins(tmp_path):
         pytest.fail("a late writer replaced the folder")
 
 
-def test_writers_that_race_leave_one_complete_folder(tmp_path):
+def test_racing_writers_leave_one_complete_folder(tmp_path):
     path, outcomes, start = tmp_path / "out", [], threading.Barrier(8)
 
     def write(number):
@@ -230,7 +230,7 @@ def test_a_link_to_standard_output_is_written_in_order(tmp_path, to_file):
     assert text == "before\ntext\nafter\n"
 
 
-def test_errors_of_the_block_are_not_blamed_on_the_output(tmp_path):
+def test_errors_in_the_block_are_not_attributed_to_the_output(tmp_path):
     for error in (FileNotFoundError(2, "No such file", "input"), OSError(5, "Input/output error", "/input")):
         with pytest.raises(type(error), match=str(error.strerror)) as caught, atomic_dir(tmp_path / "out"):
             raise error

@@ -52,7 +52,7 @@ def loss_and_gradient(smoothing, mass):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.4])
-def test_smoothing_over_all_is_that_of_cross_entropy_loss(torch, smoothing):
+def test_label_smoothing_over_all_equals_torch_cross_entropy_loss(torch, smoothing):
     logits, targets = (torch.tensor(array) for array in example())
     logits.requires_grad_(True)
     criterion = torch.nn.CrossEntropyLoss(label_smoothing=smoothing, ignore_index=PAD, reduction="sum")
@@ -65,7 +65,7 @@ def test_smoothing_over_all_is_that_of_cross_entropy_loss(torch, smoothing):
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.4])
 @pytest.mark.parametrize("mass", ["non_target", "non_target_non_pad"])
-def test_smoothing_is_the_divergence_from_a_written_out_distribution(torch, mass, smoothing):
+def test_label_smoothing_equals_torch_kl_divergence(torch, mass, smoothing):
     """The cross-entropy is the Kullback-Leibler divergence and the entropy of the smoothed distribution."""
     logits, targets = (torch.tensor(array) for array in example())
     logits.requires_grad_(True)
@@ -92,7 +92,7 @@ def equation_3(d_model, warmup_steps):
 
 
 @pytest.mark.parametrize(("d_model", "warmup_steps"), [(512, 4000), (16, 7)])
-def test_noam_is_a_lambda_of_torch(torch, d_model, warmup_steps):
+def test_noam_equals_torch_lambda_lr(torch, d_model, warmup_steps):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, equation_3(d_model, warmup_steps))
     expected = []
@@ -115,7 +115,7 @@ def test_noam_is_a_lambda_of_torch(torch, d_model, warmup_steps):
     ],
     ids=["paper", "beta2", "epsilon", "noam"],
 )
-def test_adam_is_that_of_torch(torch, training, rtol):
+def test_adam_equals_torch(torch, training, rtol):
     rng = np.random.default_rng(0)
     start = {"matrix": rng.normal(size=(4, 3)), "small": 1e-3 * rng.normal(size=5), "number": np.array(2.0)}
     gradients = [{name: rng.normal(size=value.shape) * 0.1 for name, value in start.items()} for _ in range(20)]
@@ -211,7 +211,7 @@ def check_same_uniform(ours, theirs):
 
 
 @pytest.mark.parametrize(("fan_in", "fan_out"), [(64, 64), (64, 192), (256, 64)])
-def test_xavier_uniform_is_that_of_torch(torch, fan_in, fan_out):
+def test_xavier_uniform_equals_torch(torch, fan_in, fan_out):
     ours = xavier_uniform(fan_in, fan_out)(jax.random.key(0), (fan_in, fan_out))
     check_same_uniform(ours, torch.nn.init.xavier_uniform_(torch.empty(fan_out, fan_in)))
 
@@ -232,7 +232,7 @@ def initial_layers(initialization):
     return params["encoder"]["layer_0"], params["decoder"]["layer_0"]
 
 
-def test_torch_fused_is_what_multihead_attention_starts_from(torch):
+def test_torch_fused_equals_initial_torch_multihead_attention(torch):
     fused = torch.nn.MultiheadAttention(64, 4)
     encoder_layer, decoder_layer = initial_layers("torch_fused")
     separate, _ = initial_layers("tensor2tensor")
@@ -245,7 +245,7 @@ def test_torch_fused_is_what_multihead_attention_starts_from(torch):
         check_same_uniform(separate["self_attention"][name]["kernel"], math.sqrt(2) * fused.in_proj_weight)
 
 
-def test_torch_fused_is_what_torch_transformer_starts_from(torch):
+def test_torch_fused_equals_initial_torch_transformer(torch):
     model = torch.nn.Transformer(64, 4, 1, 1, dim_feedforward=160, batch_first=True)
     theirs, ours = model.encoder.layers[0], initial_layers("torch_fused")[0]
     check_same_uniform(ours["self_attention"]["query"]["kernel"], theirs.self_attn.in_proj_weight)
@@ -257,7 +257,7 @@ def test_torch_fused_is_what_torch_transformer_starts_from(torch):
 # -------------------------------------------------------------------------------------------------- the keys' biases
 
 
-def test_a_bias_of_the_keys_changes_nothing(torch):
+def test_key_bias_does_not_change_attention(torch):
     """It adds the same number to all scores of a query: the softmax, and so every gradient but rounding, stays."""
     rng = np.random.default_rng(4)
     x, memory = rng.normal(size=(2, 3, 8)), rng.normal(size=(2, 5, 8))

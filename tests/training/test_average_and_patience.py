@@ -21,7 +21,7 @@ from transformer_jax.training.optimizer import eval_params, make_optimizer, upda
 from transformer_jax.training.sharding import make_mesh, tree_shardings
 
 
-def test_ema_is_its_definition_and_changes_no_update():
+def test_ema_equals_its_definition_and_changes_no_update():
     rng = np.random.default_rng(0)
     config = TrainingConfig(schedule="constant", warmup_steps=1, peak_learning_rate=0.1, clip_norm=1.0)
     plain, averaged = (make_optimizer(c, 16) for c in (config, TrainingConfig(**(vars(config) | {"ema_decay": 0.5}))))
@@ -39,7 +39,7 @@ def test_ema_is_its_definition_and_changes_no_update():
         assert [int(update_count(state)) for state in states] == [t, t]
 
 
-def test_validations_and_checkpoints_use_the_average_and_training_does_not(tmp_path):
+def test_only_validations_and_checkpoints_use_the_average(tmp_path):
     seen = []
 
     def evaluate(params, step):

@@ -29,7 +29,7 @@ def compile_step(**options):
     return state, step.lower(state, batch, dropout_rng(0)).compile()
 
 
-def test_accumulation_needs_the_memory_of_a_part_and_of_one_more_gradient():
+def test_accumulation_needs_memory_for_one_microbatch_and_one_extra_gradient():
     state, whole = compile_step()
     _, parts = compile_step(accumulate=4)
     weights, needed = tree_bytes(state.params), whole.memory_analysis().temp_size_in_bytes
@@ -37,7 +37,7 @@ def test_accumulation_needs_the_memory_of_a_part_and_of_one_more_gradient():
     assert parts.memory_analysis().temp_size_in_bytes < 0.5 * needed
 
 
-def test_operations_bytes_and_memory_of_the_compiled_step():
+def test_compiled_step_stays_within_operations_bytes_and_memory():
     state, compiled = compile_step()
     cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
     weights, tokens = tree_bytes(state.params), ROWS * LENGTH

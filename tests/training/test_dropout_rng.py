@@ -42,7 +42,7 @@ def test_bits_are_the_same_in_every_version():
     assert jax.random.bits(key, (4,)).tolist() == BITS
 
 
-def test_no_two_keys_are_equal():
+def test_dropout_keys_are_distinct():
     key = dropout_rng(0)
     steps = jax.vmap(lambda step: jax.random.fold_in(key, step))(jnp.arange(1000))
     seeds = jax.vmap(lambda seed: jax.random.key(seed, impl=HASH))(jnp.arange(-500, 500))
@@ -101,11 +101,11 @@ def keys_of(kind):
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.5])
 @pytest.mark.parametrize("kind", ["steps", "layers", "seeds"])
-def test_masks_are_independent_coins(kind, rate):
+def test_dropout_masks_are_independent_bernoulli(kind, rate):
     assert not failures(keep_masks(keys_of(kind), rate), rate)
 
 
-def test_the_statistics_find_a_poor_generator():
+def test_statistics_reject_a_poor_generator():
     """A hash with one multiplication, and keys that only shift it."""
     index = np.arange(math.prod(SHAPE), dtype=np.uint32)[None]
     starts = np.random.default_rng(0).integers(0, 2**32, (24, 1), np.uint32)
@@ -117,7 +117,7 @@ def test_the_statistics_find_a_poor_generator():
 
 
 @pytest.mark.parametrize("spec", [(("data", "fsdp"),), (None, "tensor"), ("data", "tensor")])
-def test_any_sharding_gives_the_same_numbers(spec):
+def test_dropout_bits_do_not_depend_on_sharding(spec):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     key = dropout_rng(2)
     draw = jax.jit(lambda key: jax.random.bits(key, (8, 16)), out_shardings=NamedSharding(mesh, PartitionSpec(*spec)))

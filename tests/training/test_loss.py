@@ -34,7 +34,7 @@ def loss_of(logits, targets, smoothing=0.1, mass="non_target", pad_id=0):
 @pytest.mark.parametrize("mass", MASSES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.4])
 @pytest.mark.parametrize("pad_id", [0, 3])
-def test_each_smoothing_mass_is_its_definition(mass, smoothing, pad_id):
+def test_each_label_smoothing_variant_equals_its_definition(mass, smoothing, pad_id):
     logits, targets = example(pad_id)
     sums = loss_of(logits, targets, smoothing, mass, pad_id)
     loss_sum, num_tokens = reference.label_smoothed_loss(logits, targets, pad_id, smoothing, mass)
@@ -62,7 +62,7 @@ def test_gradient_is_softmax_minus_the_smoothed_target(mass):
 
 @examples(25)
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_sums_are_the_same_however_the_batch_is_split(parts):
+def test_loss_sums_do_not_depend_on_the_batch_split(parts):
     logits, targets = example()
     whole = loss_of(logits, targets)
     split = [loss_of(logits[rows], targets[rows]) for part in set(parts) for rows in [np.equal(parts, part)]]
@@ -71,13 +71,13 @@ def test_sums_are_the_same_however_the_batch_is_split(parts):
     np.testing.assert_allclose(sum(sums.nll_sum for sums in split), whole.nll_sum, rtol=1e-5)
 
 
-def test_positions_of_weight_zero_do_not_count_whatever_stands_there():
+def test_positions_of_weight_zero_do_not_affect_the_loss():
     logits, targets = example()
     changed = np.where((targets == 0)[..., None], 50.0, logits).astype(np.float32)
     assert loss_of(changed, targets) == loss_of(logits, targets)
 
 
-def test_perplexity_of_knowing_nothing_is_the_size_of_the_vocabulary():
+def test_perplexity_of_uniform_logits_is_the_vocabulary_size():
     sums = loss_of(np.full((2, 3, V), 5.0, np.float32), np.ones((2, 3), np.int32))
     np.testing.assert_allclose(np.exp(sums.nll_sum / sums.num_tokens), V, rtol=1e-6)
 

@@ -19,7 +19,7 @@ SCHEDULES = ("noam", "inverse_sqrt", "constant")
 
 
 @pytest.mark.parametrize(("d_model", "warmup_steps", "scale"), [(512, 4000, 1.0), (64, 10, 2.0), (8, 1, 0.5)])
-def test_noam_is_equation_3_and_peaks_at_the_end_of_warmup(d_model, warmup_steps, scale):
+def test_noam_equals_equation_3_and_peaks_at_the_end_of_warmup(d_model, warmup_steps, scale):
     steps = np.arange(1, 3 * warmup_steps + 2)
     rates = np.asarray(noam_schedule(d_model, warmup_steps, scale)(steps - 1))
     expected = [reference.noam_rate(float(step), d_model, warmup_steps, scale) for step in steps]
@@ -33,13 +33,13 @@ def test_noam_has_the_papers_defaults():
     assert make_schedule(TrainingConfig(), 512)(3999) == noam_schedule(512)(3999)
 
 
-def test_inverse_sqrt_rises_to_its_peak_and_falls_with_the_root_of_the_step():
+def test_inverse_sqrt_warms_up_then_decays_with_the_root_of_the_step():
     schedule = inverse_sqrt_schedule(0.5, warmup_steps=4)
     rates = [schedule(step - 1) for step in (1, 2, 4, 16, 400)]
     np.testing.assert_allclose(rates, [0.125, 0.25, 0.5, 0.25, 0.05], rtol=1e-6)
 
 
-def test_constant_rises_to_its_peak_and_stays():
+def test_constant_warms_up_then_stays():
     schedule = warmup_constant_schedule(0.5, warmup_steps=4)
     np.testing.assert_allclose([schedule(step - 1) for step in (1, 2, 4, 5, 4000)], [0.125, 0.25, 0.5, 0.5, 0.5])
     assert warmup_constant_schedule(0.5)(0) == 0.5
@@ -66,7 +66,7 @@ def test_config_chooses_the_schedule(schedule):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 2.0])
-def test_chain_is_adam_in_float64(clip_norm):
+def test_optimizer_chain_equals_adam_in_float64(clip_norm):
     rng = np.random.default_rng(0)
     config = TrainingConfig(warmup_steps=6, clip_norm=clip_norm)
     optimizer = make_optimizer(config, d_model=16)

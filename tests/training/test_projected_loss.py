@@ -23,7 +23,7 @@ def example(has_bias, dtype="float64", pad_id=0):
 @pytest.mark.parametrize("mass", ["non_target", "all", "non_target_non_pad"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("max_logits", "smoothing"), [(None, 0.1), (3 * V, 0.1), (2 * V, 0.1), (1, 0.0)])
-def test_sums_and_gradients_are_those_of_cross_entropy(mass, has_bias, max_logits, smoothing):
+def test_fused_loss_and_gradients_equal_cross_entropy(mass, has_bias, max_logits, smoothing):
     with jax.enable_x64(True):
         x, output, targets, weights = example(has_bias)
         spec = LossSpec(smoothing, mass, 0, max_logits)
@@ -63,7 +63,7 @@ def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
         np.testing.assert_allclose(grad.astype(jnp.float32), expected_grad, rtol=0.05, atol=0.05)
 
 
-def test_no_more_logits_than_allowed_are_held():
+def test_fused_loss_holds_at_most_max_logits():
     """1,024 positions and 4,096 tokens: 16 MiB of logits, or a sixteenth of them at a time."""
     x = jax.ShapeDtypeStruct((8, 128, 16), jnp.float32)
     output = Unembedding(jax.ShapeDtypeStruct((4096, 16), jnp.float32), None)

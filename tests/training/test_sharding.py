@@ -54,7 +54,7 @@ def short(path):
     ],
     ids=["base", "variant"],
 )
-def test_table_gives_the_spec_of_every_parameter(config, specs):
+def test_every_parameter_has_the_expected_partition_spec(config, specs):
     leaves = flatten_dict(abstract_params(config), sep="/")
     assert {short(path): partition_spec(path) for path in leaves} == specs
     for path, leaf in leaves.items():
@@ -81,7 +81,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 8, 1), (1, 1, 8), (4, 2, 1)])
-def test_eight_devices_learn_what_one_learns(sizes, alone, tmp_path):
+def test_eight_devices_train_like_one_device(sizes, alone, tmp_path):
     assert MODEL.residual_dropout > 0  # the random bits are the same on any mesh
     mesh = make_mesh(*sizes)
     outcome = train(tmp_path / "run", make_config(), mesh=mesh, batches=batches)

@@ -125,7 +125,7 @@ def test_invalid_files_are_rejected(parses, wsj, tmp_path):
         (["score"], "Missing from transformer-jax parsing score: RUN"),
     ],
 )
-def test_wrong_usage(cli, args, message):
+def test_invalid_usage_is_reported(cli, args, message):
     done = cli("parsing", *args)
     assert (done.status, done.out) == (2, "")
     assert message in plain(done.err)
@@ -133,7 +133,7 @@ def test_wrong_usage(cli, args, message):
 
 
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
-def test_a_run_from_the_sample_to_f1(cli, data_folder, tmp_path, monkeypatch):
+def test_sample_trains_and_scores_f1(cli, data_folder, tmp_path, monkeypatch):
     """Twelve short trees, two steps: every part works on real text, nothing is learnt."""
     lines = [str(tree) for tree in read_trees(data_folder / "ptb-wsj-sample" / "wsj_0160-0179.dev.mrg.xz")]
     for name, count in (("train", 12), ("valid", 4)):

@@ -139,7 +139,7 @@ def test_any_tokens_give_a_tree_over_exactly_the_words(tokens, count):
         assert [token for token in linearize(tree) if token[0] in "()"] == brackets
 
 
-def test_every_tree_of_the_sample_comes_back(data_folder):
+def test_every_tree_of_the_sample_round_trips(data_folder):
     trees = read_trees(data_folder / "ptb-wsj-sample" / "wsj_0160-0179.dev.mrg.xz")
     assert len(trees) == 273
     for tree in map(clean, trees):
