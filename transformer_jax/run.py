@@ -4,8 +4,7 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -62,9 +61,6 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
         profile: Whether to trace a few steps into the run's `profile/`.
         strict: Whether to fail if the newest checkpoint is damaged, instead of resuming from an earlier one.
 
-    Returns:
-        How training ended, with the figures on the test split.
-
     Raises:
         UserError: The configuration, the data or the run's folder is not usable; the message states the fix.
     """
@@ -81,7 +77,8 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
             f"--training.init-from {run.path} and another --workdir"
         )
     on_main_process(run.make)()
-    with _locked(run) as can_write:
+    with ExitStack() as stack:
+        can_write = on_main_process(lambda: stack.enter_context(locked(run)))()
         steps = _open(run, config, strict, can_write)
         if num_steps in steps and not (can_write and _is_validation_pending(run, num_steps)):
             return _finished(config, run, can_write)
@@ -102,24 +99,13 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
 
         outcome = fit(config, run, mesh, data, evaluate, initial_params, profile=profile)
         if outcome.interrupted_by:
-            logger.info(
-                "stopped by %s after step %d of %d, which is saved; run the same command to resume",
-                *(outcome.interrupted_by, outcome.step, num_steps),
-            )
+            place = f"{outcome.interrupted_by} after step {outcome.step} of {num_steps}"
+            logger.info("stopped by %s, which is saved; run the same command to resume", place)
             return outcome
         if outcome.stopped_early:
-            logger.info(
-                "stopped early after step %d: %d consecutive validations did not improve %s",
-                *(outcome.step, config.training.patience, config.training.best_by),
-            )
+            reason = f"{config.training.patience} consecutive validations did not improve {config.training.best_by}"
+            logger.info("stopped early after step %d: %s", outcome.step, reason)
         return dataclasses.replace(outcome, test=_test(config, run, test_pairs))
-
-
-@contextmanager
-def _locked(run: RunDir) -> Iterator[bool]:
-    """Lock the run. Yield whether its folder can be written."""
-    with ExitStack() as stack:
-        yield on_main_process(lambda: stack.enter_context(locked(run)))()
 
 
 def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[int]:

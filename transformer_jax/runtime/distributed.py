@@ -1,7 +1,7 @@
 """Run several processes, on one machine or many, as one program: start, agree, share results and end.
 
 JAX's own runtime connects the processes (https://docs.jax.dev/en/latest/multi_process.html). With one process every
-function here is free and does nothing. All processes call the functions that every process calls in the same order.
+function here is free. "Collective" functions must be called by every process, in the same order.
 """
 
 import functools
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError, first_line
 
 if TYPE_CHECKING:
@@ -53,10 +54,6 @@ def initialize(cluster: Cluster, environment: Mapping[str, str] = os.environ, ti
     """Connect this process with the others, before anything else uses a device. Return whether there are others.
 
     Flags decide, then the variables that cluster managers set. `timeout` is in seconds.
-
-    Raises:
-        UserError: Flags are missing or out of range, JAX does not recognize the cluster, or a process does not start
-            in time.
     """
     if cluster.num_processes == 1 and cluster.coordinator_address is None and not cluster.process_id:
         return False
@@ -104,10 +101,9 @@ def abort(status: int) -> NoReturn:
 
 
 def is_cluster(environment: Mapping[str, str]) -> bool:
-    """Return whether environment variables describe several processes in a way that JAX recognizes.
+    """Return whether environment variables describe several processes that JAX recognizes.
 
-    Raises:
-        UserError: There are several processes but JAX cannot number them. Each would train alone, into one folder.
+    Several processes that JAX cannot number are a UserError: each would train alone, into one folder.
     """
 
     def number(name: str) -> int:
@@ -146,17 +142,15 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
 def _check(cluster: Cluster) -> None:
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(cluster).items()}
     missing = [flag for flag, value in given.items() if value is None]
-    if missing:
-        present = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-        raise UserError(f"{' and '.join(present)} without {' and '.join(missing)}: set all three flags")
+    present = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    require(not missing, f"{' and '.join(present)} without {' and '.join(missing)}: set all three flags")
     host, _, port = str(cluster.coordinator_address).rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--coordinator-address is {cluster.coordinator_address!r}; it must be HOST:PORT")
+    is_address = host and port.isdecimal() and 0 < int(port) < 2**16
+    require(is_address, f"--coordinator-address is {cluster.coordinator_address!r}; it must be HOST:PORT")
     count, number = cluster.num_processes or 0, cluster.process_id or 0
-    if count < 1:
-        raise UserError(f"--num-processes is {count}; it must be at least 1")
-    if not 0 <= number < count:
-        raise UserError(f"--process-id is {number}; with --num-processes {count} it must be from 0 to {count - 1}")
+    require(count >= 1, f"--num-processes is {count}; it must be at least 1")
+    legal = f"with --num-processes {count} it must be from 0 to {count - 1}"
+    require(0 <= number < count, f"--process-id is {number}; {legal}")
 
 
 def _wait_for(address: str, timeout: float) -> None:
@@ -212,7 +206,7 @@ def main_process_logger(name: str) -> logging.Logger:
 
 
 def gather(value: object) -> list[Any]:
-    """Return the JSON values of all processes, in their order. Every process calls this function."""
+    """Return the JSON values of all processes, in their order. Collective."""
     import numpy as np
     from jax.experimental import multihost_utils
 
@@ -228,11 +222,7 @@ def gather(value: object) -> list[Any]:
 
 
 def check_same(what: str, value: str) -> None:
-    """Check that a text is the same in every process. Every process calls this function.
-
-    Raises:
-        UserError: It is not.
-    """
+    """Check that a text is the same in every process. Collective."""
     values = gather(value)
     differing = [str(number) for number, text in enumerate(values) if text != values[0]]
     if differing:
@@ -255,13 +245,22 @@ def _gather_results(call: Callable[[], object]) -> list[Any]:
     return [json.loads(result) for result, _ in outcomes]
 
 
-def _across_processes(function: Callable[P, T], run: Callable[[Callable[[], T]], T]) -> Callable[P, T]:
-    """Make a function pass its calls to `run` if there are several processes."""
+def _run_in_stages(function: Callable[P, T], *stages: Callable[[], bool]) -> Callable[P, T]:
+    """Make a function run in the processes of each stage, one stage after another, if there are several processes."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        call = functools.partial(function, *args, **kwargs)
-        return call() if _process_count() == 1 else run(call)
+        if _process_count() == 1:
+            return function(*args, **kwargs)
+        results: list[T] = []
+
+        def run(takes_part: Callable[[], bool]) -> None:
+            if takes_part():
+                results.append(function(*args, **kwargs))
+
+        for stage in stages:
+            _gather_results(functools.partial(run, stage))
+        return results[0]
 
     return wrapped
 
@@ -270,50 +269,32 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function raise an error in every process if it fails in any process. Every process must call it.
 
     The function itself must not call a collective, because it may fail in one process before that call.
-
-    Raises:
-        UserError: The function failed in another process, which the message names.
     """
-
-    def run(call: Callable[[], T]) -> T:
-        results: list[T] = []
-        _gather_results(lambda: results.append(call()))
-        return results[0]
-
-    return _across_processes(function, run)
+    return _run_in_stages(function, lambda: True)
 
 
 def main_process_first(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 and then in the others, which find the files that it wrote."""
-
-    def run(call: Callable[[], T]) -> T:
-        results: list[T] = []
-        _gather_results(lambda: results.extend([call()] if is_main_process() else []))
-        _gather_results(lambda: results.extend([] if is_main_process() else [call()]))
-        return results[0]
-
-    return _across_processes(function, run)
+    return _run_in_stages(function, is_main_process, lambda: not is_main_process())
 
 
 def on_main_process(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 only. Every process returns its result, which must be JSON."""
-    return _across_processes(function, lambda call: _gather_results(lambda: call() if is_main_process() else None)[0])
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _process_count() == 1:
+            return function(*args, **kwargs)
+        result: T = _gather_results(lambda: function(*args, **kwargs) if is_main_process() else None)[0]
+        return result
+
+    return wrapped
 
 
 def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
-    """Check that all processes see the same folder. Every process calls this function.
-
-    Raises:
-        UserError: A process does not see a file that process 0 wrote there.
-    """
+    """Check that all processes see a file that process 0 writes into a folder. Collective."""
     if _process_count() == 1:
         return
-
-    @on_main_process
-    def write_mark() -> str:
-        name = f".seen-by-all-{os.urandom(8).hex()}"
-        (folder / name).touch()
-        return name
 
     @collective
     def wait_for_mark() -> None:
@@ -326,7 +307,8 @@ def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
                 )
             time.sleep(0.2)
 
-    mark = folder / write_mark()
+    mark = folder / f".seen-by-all-{gather(os.urandom(8).hex())[0]}"
+    on_main_process(mark.touch)()
     try:
         wait_for_mark()
     finally:
@@ -337,10 +319,8 @@ def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
 class ControlFlags(NamedTuple):
     """What a process requests between two training steps."""
 
-    signal: int = 0
-    """The number of the signal that the process received. 0 before one arrives."""
-    save: bool = False
-    """Whether a checkpoint is due. Only process 0 decides this."""
+    signal: int = 0  # the number of the signal that the process received, 0 before one arrives
+    save: bool = False  # whether a checkpoint is due, which only process 0 decides
 
 
 class PreemptionSync:

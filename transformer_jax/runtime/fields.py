@@ -40,17 +40,15 @@ def require(condition: object, message: str, *configs: object) -> None:
     for config in configs:
         section = type(config).__name__.removesuffix("Config").lower()
         for name, value in vars(config).items():
-            message = re.sub(
-                rf"(?<![-\w]){section}\.{name}\b", f"{section}.{name}={value!r:.100}".replace("\\", r"\\"), message
-            )
+            shown = f"{section}.{name}={value!r:.100}"
+            message = re.sub(rf"(?<![-\w]){section}\.{name}\b", shown.replace("\\", r"\\"), message)
     raise UserError(message)
 
 
 class Checked:
-    """Base class of dataclasses whose values are checked when an instance is made.
+    """Base class of dataclasses whose fields are checked when an instance is made: their types, bounds and `rules`.
 
-    Each field is checked against its annotated type and bounds. Whole numbers in float fields become floats. Then the
-    fields are checked together, by `rules`. The first failure raises UserError.
+    Whole numbers in float fields become floats. The first failure raises UserError.
     """
 
     def __post_init__(self) -> None:
@@ -100,15 +98,9 @@ def _checked(kind: Any, value: Any, where: str, or_none: str = "") -> Any:
 
 
 def from_tree(cls: type[T], tree: object, prefix: str = "") -> T:
-    """Return the dataclass that a tree of JSON objects describes. Missing fields keep their defaults.
+    """Return the `Checked` dataclass, or dataclass of such ones, that a tree of JSON objects describes.
 
-    Args:
-        cls: A subclass of `Checked`, or a dataclass of such dataclasses.
-        tree: JSON value.
-        prefix: Path of `tree` in the complete tree, such as `model.`.
-
-    Raises:
-        UserError: A field or a value is not legal.
+    Missing fields keep their defaults. `prefix` is the path of `tree` in the complete tree, such as `model.`.
     """
     if not isinstance(tree, dict):
         raise UserError(f"{prefix.rstrip('.') or 'the configuration'} is {tree!r:.200}; it must be a JSON object")
@@ -116,9 +108,6 @@ def from_tree(cls: type[T], tree: object, prefix: str = "") -> T:
     for name in tree:
         if name not in types:
             raise UserError(f"unknown field {prefix}{name:.100}; known: {', '.join(types)}")
-    return cls(
-        **{
-            name: from_tree(types[name], value, f"{prefix}{name}.") if dataclasses.is_dataclass(types[name]) else value
-            for name, value in tree.items()
-        }
-    )
+    nested = {name for name in tree if dataclasses.is_dataclass(types[name])}
+    fields = {name: from_tree(types[name], tree[name], f"{prefix}{name}.") for name in nested}
+    return cls(**tree | fields)

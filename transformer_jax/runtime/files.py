@@ -56,10 +56,7 @@ def read_json(path: Path) -> JsonObject:
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
-    """Return the JSON objects of a file with one object per line, and skip lines that are truncated or damaged.
-
-    A missing file has no lines; one that exists and cannot be read raises UserError.
-    """
+    """Return the JSON objects of a file with one per line, without damaged lines. A missing file has no lines."""
     text = read_text(path, errors="replace") if path.exists() else ""
     rows: list[object] = []
     for line in text.split("\n"):  # not splitlines(): a JSON string may contain other line separators
@@ -71,10 +68,9 @@ def read_json_lines(path: Path) -> list[JsonObject]:
 def parse_json(text: str, origin: str | Path) -> object:
     """Return the value of JSON text, or raise a UserError that names the origin of the text."""
     try:
-        value: object = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{origin}: not JSON: {error}") from error
-    return value
 
 
 def to_json(tree: object, indent: int | None = None) -> str:
@@ -103,9 +99,6 @@ def write_atomically(path: Path, text: str) -> None:
 
     Symbolic links are followed. Lines end in a line feed on every system. A terminal, a pipe or another device, and
     what standard output is connected to, are written directly.
-
-    Raises:
-        UserError: The file cannot be written. The old text is then unchanged.
     """
     with _write_errors(path):
         if _is_stdout(path):
@@ -156,18 +149,12 @@ def _is_device(path: Path) -> bool:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder until it is closed or the process ends. Return False if another process holds it.
-
-    Where the file system has no locks, the result is always True.
-    """
-    if fcntl is None:
-        return True
+    """Lock an open file or folder until it is closed or the process ends. Return False if another process holds it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # other errors come from file systems without locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -177,13 +164,9 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Readers find either no folder, the old folder, or the complete new folder. Only one process at a time can write
     `path`: the claim is a lock of the operating system on the yielded folder, so it ends with the process.
-
     Parents of `path` are created, and a symbolic link is followed. A folder that is not empty needs `replace`.
 
-    Raises:
-        FolderInUseError: Another process is writing `path`.
-        UserError: `path` exists already, is not a folder, or cannot be written. What exists is then unchanged. Of the
-            block's own errors, only those of the yielded folder's disk become a UserError.
+    Of the block's own errors, only those of the yielded folder's disk become a UserError.
     """
     final, unfinished = path.resolve(), unfinished_dir(path)
     old = final.with_name(f".{final.name}.old")

@@ -26,11 +26,7 @@ def merge(tree: Tree) -> Tree:
 
 
 def accumulate(function: Callable[[Tree], tuple[Sums, Rows]], microbatches: Tree) -> tuple[Sums, Rows]:
-    """Apply a function to each microbatch of `split` in turn.
-
-    Returns:
-        The sums of its first results, at least float32, and its second results, stacked.
-    """
+    """Apply a function to each microbatch of `split`. Sum its first results, in float32 or wider; stack its second."""
 
     def add(total: Sums, microbatch: Tree) -> tuple[Sums, Rows]:
         terms, result = function(microbatch)

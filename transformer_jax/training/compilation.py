@@ -21,12 +21,7 @@ logger = main_process_logger(__name__)
 class CompiledStep:
     """A jitted step `(state, batch, controls) -> ...`, compiled once per batch shape.
 
-    Args:
-        step: From `jax.jit`.
-        state: A state with the shapes and shardings of those that the step is called with.
-        controls: The third argument of the step, likewise.
-        warmup_batches: One batch per shape, on the devices. A shape that is missing here is compiled when it first
-            occurs, with a warning unless `warmup_batches` is empty.
+    Another shape than those of `warmup_batches` is compiled when it first occurs, with a warning unless there are none.
     """
 
     def __init__(self, step: Wrapped, state: PyTree, controls: PyTree, warmup_batches: Sequence[Batch]) -> None:
@@ -42,10 +37,8 @@ class CompiledStep:
             for number, future in enumerate(as_completed(waiting), 1):
                 batch = waiting[future]
                 self._compiled[_shapes(batch)] = future.result()
-                seconds = time.monotonic() - start
-                logger.info(
-                    "compiled %d of %d, %s, after %.1f s", number, len(warmup_batches), _describe_shape(batch), seconds
-                )
+                progress = number, len(warmup_batches), _describe_shape(batch), time.monotonic() - start
+                logger.info("compiled %d of %d, %s, after %.1f s", *progress)
 
     def __call__(self, state: PyTree, batch: Batch, controls: PyTree) -> Any:
         """Run one step."""

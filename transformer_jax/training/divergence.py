@@ -30,9 +30,6 @@ MAX_IN_A_ROW = 10
 MAX_REPORTS = 10
 """Maximum number of reports on skipped steps per process. `metrics.jsonl` counts every skipped step."""
 
-DescribeBatch = Callable[[int], Sequence[JsonObject]]
-"""Return the sentence pairs of global batch i, from 0, as JSON objects with number, text and ids."""
-
 
 @dataclasses.dataclass
 class Divergence:
@@ -40,25 +37,18 @@ class Divergence:
 
     config: Config
     run: RunDir
-    rng: Array
-    """The run's dropout key."""
-    describe_batch: DescribeBatch
+    rng: Array  # the run's dropout key
+    describe_batch: Callable[[int], Sequence[JsonObject]]  # the sentence pairs of global batch i, from 0
     loss: LossSpec
 
-    def __post_init__(self) -> None:
-        self._last_step, self._in_a_row, self._reports = -1, 0, 0
+    _last_step = -1
+    _in_a_row = 0
+    _reports = 0
 
     def handle(self, step: int, problem: str, batch: Batch, params: Params) -> int:
         """Report a step that is not finite. Stop the run, or return the number of consecutive skipped steps.
 
-        Args:
-            step: The step whose loss or gradient is not finite.
-            problem: What is not finite, and its value.
-            batch: The step's batch, on the devices.
-            params: The parameters of the step. In a run that skips they may be one update newer.
-
-        Raises:
-            UserError: The policy is to stop, or too many consecutive steps were skipped.
+        In a run that skips, `params` may be one update newer than the step.
         """
         self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._last_step = step
@@ -96,11 +86,10 @@ class Divergence:
 def locate_nonfinite(
     config: Config, params: Params, batch: Batch, dropout_rng: Array, step: int, loss: LossSpec
 ) -> JsonObject:
-    """Compute a training step again to find what is not finite in it.
+    """Compute a training step again. Return the paths of the parameters, module outputs and gradients not finite in it.
 
-    Returns:
-        `parameters`, `outputs` and `gradients`: the paths of those that are not finite, outputs of modules in the order
-        of the forward pass and gradients in the order of the backward pass. `first`: where it began, in words.
+    Outputs are in the order of the forward pass, gradients in the order of the backward pass. `first` states in words
+    where the problem began.
     """
     accumulate = config.training.accumulate
     # Modules are seen one by one only if no scan runs over the layers. Their parameters are the same.
@@ -110,45 +99,37 @@ def locate_nonfinite(
     if accumulate > 1:
         stacked = split(batch, accumulate), jax.random.split(rng, accumulate)
         microbatches = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(accumulate)]
-    parameters: list[str] = []
-    outputs: list[str] = []
-    gradients: list[str] = []
-    largest, loss_is_finite = ("", -1.0), True
+    loss_is_finite, largest_path, largest = True, "", -1.0
+    found: dict[str, list[str]] = {"parameters": [], "outputs": [], "gradients": []}
     for microbatch in microbatches:
-        found = jax.device_get(inspect_step(params, *microbatch, model, loss))
-        loss_is_finite &= bool(np.isfinite(found.loss))
-        parameters = [path for path, is_finite in _by_path(found.parameters) if not is_finite]
-        order = [name.partition(" ")[2] for name in found.outputs]  # sorted by the number before the name
-        outputs += [name for name, is_finite in zip(order, found.outputs.values(), strict=True) if not is_finite]
-        for path, size in sorted(_by_path(found.gradients), key=lambda leaf: -_call_index(leaf[0], order)):
+        inspection = jax.device_get(inspect_step(params, *microbatch, model, loss))
+        loss_is_finite &= bool(np.isfinite(inspection.loss))
+        found["parameters"] += [path for path, is_finite in _by_path(inspection.parameters) if not is_finite]
+        calls = [(name.partition(" ")[2], is_finite) for name, is_finite in inspection.outputs.items()]
+        found["outputs"] += [path for path, is_finite in calls if not is_finite]
+        order = [path for path, _ in calls]  # jax sorts the outputs by the number before the path
+        for path, size in sorted(_by_path(inspection.gradients), key=lambda leaf: -_call_index(leaf[0], order)):
             if not np.isfinite(size):
-                gradients.append(path)
-            elif size > largest[1]:
-                largest = (path, float(size))
-    first = f"every value is finite but a sum is not; the largest gradient is {largest[1]:.3g}, of {largest[0]}"
-    if parameters:
-        first = f"the parameter {parameters[0]}"
-    elif outputs:
-        first = f"the output of {outputs[0]}"
-    elif not loss_is_finite:
-        first = "the loss; every module's output is finite"
-    elif gradients:
-        first = f"the gradient of {gradients[0]}"
-    unique = {"outputs": list(dict.fromkeys(outputs)), "gradients": list(dict.fromkeys(gradients))}
-    return {"first": first, "parameters": parameters, **unique}
+                found["gradients"].append(path)
+            elif size > largest:
+                largest_path, largest = path, float(size)
+    problems = [
+        *(f"the parameter {path}" for path in found["parameters"]),
+        *(f"the output of {path}" for path in found["outputs"]),
+        *([] if loss_is_finite else ["the loss; every module's output is finite"]),
+        *(f"the gradient of {path}" for path in found["gradients"]),
+        f"every value is finite but a sum is not; the largest gradient is {largest:.3g}, of {largest_path}",
+    ]
+    return {"first": problems[0], **{kind: list(dict.fromkeys(paths)) for kind, paths in found.items()}}
 
 
 class Inspection(NamedTuple):
     """What `inspect_step` finds."""
 
     loss: Array
-    parameters: PyTree
-    """Whether each parameter is finite."""
-    outputs: dict[str, Array]
-    """Whether the output of each call of a module is finite, by names such as `000003 encoder/layer_0`: the number of
-    the call and the module's path."""
-    gradients: PyTree
-    """The largest absolute entry of each gradient."""
+    parameters: PyTree  # whether each one is finite
+    outputs: dict[str, Array]  # whether the output of each call is finite, by number and path: `000003 encoder/layer_0`
+    gradients: PyTree  # the largest absolute entry of each one
 
 
 @partial(jax.jit, static_argnums=(3, 4))

@@ -52,25 +52,20 @@ from transformer_jax.types import Batch, Params, printable
 
 logger = main_process_logger(__name__)
 
-Evaluate = Callable[[Params, int], Evaluation]
-"""Validate parameters after a step."""
-
-Controls = tuple[Array, Array, Array | None]
-"""The dropout key, whether updates are enabled, and the control flags that a step carries."""
+Evaluate = Callable[[Params, int], Evaluation]  # validates parameters after a step
+Controls = tuple[Array, Array, Array | None]  # the dropout key, whether updates are enabled, packed ControlFlags
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a training run ended."""
+    """How a training run ended, after `step` steps."""
 
     step: int
-    """Number of steps done."""
     state: TrainState | None = None
     """The state after the last step. None if every step had been done before."""
     interrupted_by: str | None = None
     """The name of the signal that stopped the run in any process."""
     stopped_early: bool = False
-    """Whether validations stopped improving."""
     test: JsonObject | None = None
     """The figures on the test split. None before the run is finished and for a run without a test split."""
 
@@ -85,23 +80,10 @@ def fit(
     *,
     profile: bool = False,
 ) -> Outcome:
-    """Train from the run's last checkpoint until `training.num_steps`.
+    """Train from the run's last checkpoint until `training.num_steps`. Collective.
 
-    With several processes, all of them call this function. They stop and save after the same steps; process 0 writes
-    metrics and samples and logs progress.
-
-    Args:
-        config: The run's configuration.
-        run: The folder for checkpoints, metrics and samples.
-        mesh: The devices.
-        data: The training batches.
-        evaluate: Called every `training.validate_every` steps and after the last step.
-        initial_params: Parameters to start a fresh run from. None draws random parameters.
-        profile: Whether to trace a few steps into the run's `profile/`.
-
-    Raises:
-        UserError: The loss or the gradient is not finite, and `training.on_divergence` is "stop" or too many
-            consecutive steps were skipped. The last checkpoint predates that step.
+    All processes stop and save after the same steps; process 0 writes metrics and samples and logs progress. A fresh
+    run starts from `initial_params`, or else from random parameters.
     """
     training = config.training
     checkpoints = Checkpoints(run, training.keep_checkpoints, training.best_by, training.keep_every)
@@ -165,10 +147,7 @@ def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_p
     shardings = tree_shardings(abstract, mesh)
     latest = checkpoints.latest_step()
     if latest is not None:
-        target = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
-        )
-        return checkpoints.restore(latest, target)
+        return checkpoints.restore(latest, jax.tree.map(lambda x, s: x.update(sharding=s), abstract, shardings))
     state = jax.jit(make, out_shardings=shardings)(init_rng(config.training.seed))
     if initial_params is not None:
         state = state.replace(params=put_params(initial_params, shardings.params))
@@ -179,12 +158,12 @@ def _compile_step(
     config: Config, mesh: Mesh, state: TrainState, controls: Controls, warmup_batches: Sequence[Batch]
 ) -> CompiledStep:
     """Compile `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`."""
-    training = config.training
-    schedule = make_schedule(training, config.model.d_model)
+    training, d_model = config.training, config.model.d_model
+    schedule = make_schedule(training, d_model)
     step = partial(
         train_step,
         model=Transformer(config.model),
-        optimizer=make_optimizer(training, config.model.d_model),
+        optimizer=make_optimizer(training, d_model),
         loss=loss_spec(training, mesh),
         accumulate=training.accumulate,
         gather_params=partial(gather_over_fsdp, mesh=mesh),
@@ -245,8 +224,7 @@ class _Recorder:
     def validate(self, step: int) -> Mapping[str, float]:
         """Evaluate the state, write what was found, and return its figures.
 
-        An evaluation that fails or is interrupted leaves a checkpoint from which the run resumes with this evaluation,
-        so the rows of an interrupted run are those of an uninterrupted one.
+        An evaluation that fails or is interrupted leaves a checkpoint from which the run resumes with this evaluation.
         """
         self._fetcher.check()
         with self._fetcher.paused():
@@ -279,10 +257,8 @@ class _Recorder:
 
     def is_save_due(self) -> bool:
         """Return whether `training.checkpoint_seconds` have passed since the last checkpoint, or a row failed."""
-        return (
-            self.writer.failure is not None
-            or time.monotonic() - self._last_save_time >= self.training.checkpoint_seconds
-        )
+        seconds = time.monotonic() - self._last_save_time
+        return self.writer.failure is not None or seconds >= self.training.checkpoint_seconds
 
     def should_stop_early(self) -> bool:
         """Return whether validations have stopped improving."""
@@ -306,10 +282,7 @@ def should_stop_early(validations: Sequence[Figures], best_by: str, patience: in
 
 @on_main_process
 def _earlier_validations(run: RunDir, best_by: str) -> JsonObject:
-    """Return the fields of the ValidationHistory up to the run's last checkpoint, the same in every process.
-
-    A checkpoint holds them. For a checkpoint of an earlier version, they are the rows of `metrics.jsonl`.
-    """
+    """Return the fields of the last checkpoint's ValidationHistory; earlier versions wrote only `metrics.jsonl`."""
     steps = checkpoint_steps(run)
     history = read_history(run, steps[-1]) if steps else ValidationHistory()
     if history is None:
@@ -329,8 +302,7 @@ def _describe_evaluation(step: int, evaluation: Evaluation) -> str:
 class StopSignals(ExitStack):
     """Let Ctrl-C and SIGTERM end the loop after the current step; a second signal ends the program at once."""
 
-    received = 0
-    """The number of the signal that this process received. 0 before one arrives."""
+    received = 0  # the number of the signal that this process received
 
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -339,7 +311,7 @@ class StopSignals(ExitStack):
         return super().__enter__()
 
     def name_in_any_process(self) -> str | None:
-        """Return the name of the signal that some process received, or None. Every process calls this method."""
+        """Return the name of the signal that some process received, or None. Collective."""
         received = max(gather(self.received))
         return signal.Signals(received).name if received else None
 

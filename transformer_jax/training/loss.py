@@ -103,16 +103,6 @@ def fused_linear_cross_entropy(
     The gradient with respect to the logits is softmax - q, which is known as soon as the logits are. It is therefore
     multiplied on to `x` and the table at once, and no logits are kept or computed twice. Only `loss_sum` has a
     gradient: `nll_sum` is a constant to differentiation.
-
-    Args:
-        x: The decoder's output.
-        output: The weights that turn it into logits.
-        targets: The target tokens.
-        weights: Which positions count.
-        spec: Label smoothing, and the maximum number of logits to hold.
-
-    Returns:
-        Sums over the positions that count.
     """
     flat = targets.reshape(-1), weights.reshape(-1)
     loss_sum, nll_sum = _loss(x.reshape(-1, x.shape[-1]), output, flat, spec)
@@ -185,8 +175,7 @@ def _map_chunks(
     if num_chunks == 1:
         return function(positions)
 
-    def pad(array: Array) -> Array:
-        """Pad to a multiple of the number of chunks, with positions of weight 0."""
+    def pad(array: Array) -> Array:  # to a multiple of the number of chunks, with positions of weight 0
         return jnp.pad(array, [(0, -num_positions % num_chunks)] + [(0, 0)] * (array.ndim - 1))
 
     total, results = accumulate(function, split(jax.tree.map(pad, positions), num_chunks))

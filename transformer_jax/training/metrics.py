@@ -29,23 +29,17 @@ FIRST_TRACED, LAST_TRACED = 3, 7  # steps of a call of `fit`; the first two are 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a validation found."""
+    """What a validation found: figures such as `valid_loss`, and samples (`source`, `reference`, `translation`)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Figures such as `valid_loss` and `valid_bleu`."""
     samples: Sequence[Mapping[str, str]] = ()
-    """Sample translations, each with `source`, `reference` and `translation`."""
 
 
 class MetricsFetcher:
-    """Fetch the metrics of each step one step late, so that the host never waits for the device, and check them.
-
-    Args:
-        on_nonfinite: Called with step, problem and batch of a step whose loss or gradient is not finite.
-    """
+    """Fetch the metrics of each step one step late, so that the host never waits for the device, and check them."""
 
     def __init__(self, on_nonfinite: Callable[[int, str, Batch], None]) -> None:
-        self._on_nonfinite = on_nonfinite
+        self._on_nonfinite = on_nonfinite  # called with step, problem and batch
         self._pending: tuple[int, Batch, Metrics, Array] | None = None
         self._last: tuple[Metrics, float] | None = None
         self._tokens = 0
@@ -76,17 +70,16 @@ class MetricsFetcher:
         self.check()
         if self._last is None:
             return None
-        now = time.monotonic()
-        tokens_per_second = self._tokens / max(now - self._since, 1e-9)
-        self._tokens, self._since = 0, now
-        metrics, learning_rate = self._last
-        return {
+        (metrics, learning_rate), now = self._last, time.monotonic()
+        row = {
             "loss": float(metrics.loss),
             "learning_rate": learning_rate,
-            "tokens_per_second": tokens_per_second,
+            "tokens_per_second": self._tokens / max(now - self._since, 1e-9),
             "grad_norm": float(metrics.grad_norm),
             "param_norm": float(metrics.param_norm),
         }
+        self._tokens, self._since = 0, now
+        return row
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,21 +94,17 @@ class MetricsFetcher:
 class MetricsWriter:
     """Append to `metrics.jsonl` and `samples.jsonl`, and write the same numbers for TensorBoard, in process 0.
 
+    Rows after `step`, which the run resumes from, are dropped, and with `drop_validation` those of its validation.
+
     A row that cannot be written, for example because the disk is full, is the last one: `check` raises the error in
     every process, so the processes agree after each checkpoint and not after each row.
-
-    Args:
-        run: The run's folder.
-        step: The step that the run resumes from. Rows of later steps are dropped, so each step is logged once.
-        drop_validation: Whether to drop the rows of the validation at `step` too, because it is repeated.
     """
 
     def __init__(self, run: RunDir, step: int, *, drop_validation: bool = False) -> None:
         self.failure: UserError | None = None
         self._files = ExitStack()
-        self._open(run, step, drop_validation)
+        on_main_process(self._open)(run, step, drop_validation)
 
-    @on_main_process
     def _open(self, run: RunDir, step: int, drop_validation: bool) -> None:
         for path in (run.metrics, run.samples):
             truncate_after(path, step, drop_validation=drop_validation)
@@ -139,7 +128,7 @@ class MetricsWriter:
 
     @on_main_process
     def check(self) -> None:
-        """Raise the error of an earlier row. Every process calls this method."""
+        """Raise the error of an earlier row. Collective."""
         if self.failure is not None:
             raise self.failure
 
@@ -204,10 +193,6 @@ class Progress:
     """Steps done, loss, tokens per second, learning rate and time left, shown by process 0.
 
     On a terminal this is a bar on stderr, with log lines above it. Elsewhere it is a log line every ten seconds.
-
-    Args:
-        step: Number of steps done before.
-        num_steps: Number of steps at the end.
     """
 
     def __init__(self, step: int, num_steps: int) -> None:
@@ -244,18 +229,13 @@ class Progress:
         is_due = now - self._last_line >= SECONDS_BETWEEN_LINES or self._step == self._num_steps
         if is_due and not self._has_bar:
             self._last_line = now
-            left = (now - started) / max(self._step - first_step, 1) * (self._num_steps - self._step)
-            interval = tqdm.format_interval(left)
-            logger.info("step %d/%d: %s, %s left", self._step, self._num_steps, figures, interval)
+            seconds_left = (now - started) / max(self._step - first_step, 1) * (self._num_steps - self._step)
+            left = tqdm.format_interval(seconds_left)
+            logger.info("step %d/%d: %s, %s left", self._step, self._num_steps, figures, left)
 
 
 class Profile:
-    """Write a profiler trace of a few steps to a folder, in process 0. `close` ends a trace that is still open.
-
-    Args:
-        folder: Where to write the trace. None traces nothing.
-        first_step: The first step of this call of `fit`.
-    """
+    """Write a profiler trace of a few steps to a folder, if there is one, in process 0."""
 
     def __init__(self, folder: Path | None, first_step: int) -> None:
         self._folder, self._is_open = folder, False
@@ -274,12 +254,11 @@ class Profile:
             on_main_process(self.close)()
 
     def close(self) -> None:
-        """Write the trace."""
+        """Write a trace that is still open."""
         if self._is_open:
             self._is_open = False
             jax.profiler.stop_trace()
             logger.info(
-                "wrote a trace of steps %d to %d into %s. Open it with tensorboard --logdir, or open its "
-                "perfetto_trace.json.gz at ui.perfetto.dev",
-                *(self._first, self._last, self._folder),
+                f"wrote a trace of steps {self._first} to {self._last} into {self._folder}. Open it with tensorboard "
+                "--logdir, or open its perfetto_trace.json.gz at ui.perfetto.dev"
             )

@@ -60,17 +60,14 @@ class WithAverage(NamedTuple):
     """The state of an optimizer that also averages the parameters."""
 
     inner: optax.OptState
-    """The state of the optimizer itself."""
-    ema: Params
-    """The moving average, in the parameters' dtypes."""
+    ema: Params  # in the parameters' dtypes
 
 
 def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the parameters next to an optimizer, whose updates do not change.
 
     After update t, from 1, average = d * average + (1 - d) * parameters with d = min(decay, (1 + t) / (10 + t)), so
-    that the random initial parameters are soon forgotten. `optax.incremental_update` computes 1 - (1 - d) in place of
-    d, which would change the bits of the average.
+    that the random initial parameters are soon forgotten. `optax.incremental_update` rounds d differently.
     """
 
     def init(params: Params) -> WithAverage:
@@ -103,9 +100,8 @@ def make_optimizer(config: TrainingConfig, d_model: int) -> optax.GradientTransf
 
     The paper's beta1, beta2 and epsilon are 0.9, 0.98 and 1e-9, and its schedule depends on `d_model`.
     """
-    clipping = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     optimizer = optax.chain(
-        *clipping,
+        *([] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]),
         optax.scale_by_adam(b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon),
         optax.scale_by_learning_rate(make_schedule(config, d_model)),
     )

@@ -15,8 +15,6 @@ AXES = ("data", "fsdp", "tensor")
 
 Tree = TypeVar("Tree")
 
-BATCH_SPEC = PartitionSpec(("data", "fsdp"))  # both axes split the rows of a batch
-
 # The first pattern that matches a parameter's path decides. A parameter without a match is replicated.
 PARAMETER_SPECS = (
     (r"(embedding|positions)/table$", PartitionSpec("tensor", "fsdp")),
@@ -32,15 +30,12 @@ PARAMETER_SPECS = (
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """Return all devices as a mesh with the axes `data`, `fsdp` and `tensor`.
+    """Return all devices as a mesh, or raise UserError if the product of the sizes is not the number of devices.
 
     Args:
         data: Size of the axis that splits rows. -1 uses the devices that the other axes leave.
         fsdp: Size of the axis that splits rows and parameters.
         tensor: Size of the axis that splits heads, hidden units and vocabularies.
-
-    Raises:
-        UserError: The product of the sizes is not the number of devices.
     """
     count, processes = jax.device_count(), jax.process_count()
     sizes = (count // (fsdp * tensor) if data == -1 else data, fsdp, tensor)
@@ -60,11 +55,7 @@ def partition_spec(path: str) -> PartitionSpec:
 
 
 def tree_shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> Any:
-    """Return a `NamedSharding` per leaf of a tree of parameters, or of an optimizer state, whose paths end alike.
-
-    Raises:
-        UserError: A mesh axis does not divide the array axis that it splits.
-    """
+    """Return a `NamedSharding` per leaf of a tree of parameters, or of an optimizer state, whose paths end alike."""
 
     def leaf_sharding(path: jax.tree_util.KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -87,7 +78,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch: rows are split over the axes `data` and `fsdp`."""
-    return NamedSharding(mesh, BATCH_SPEC)
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
 def gather_over_fsdp(params: Tree, mesh: Mesh) -> Tree:

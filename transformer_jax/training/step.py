@@ -49,10 +49,7 @@ def dropout_rng(seed: int, generator: Literal["hash", "threefry"] = "hash") -> A
 
 
 def loss_spec(training: TrainingConfig, mesh: Mesh | None = None) -> LossSpec:
-    """Return the settings of the loss: label smoothing and the maximum number of logits computed at once.
-
-    `training.loss_chunk_mb` limits the logits on one device, in MB of float32. A mesh splits the rows of a batch.
-    """
+    """Return the settings of the loss. `training.loss_chunk_mb` limits the float32 logits on each device of a mesh."""
     max_logits = training.loss_chunk_mb * 10**6 // 4 * (row_multiple(mesh) if mesh else 1)
     return LossSpec(training.label_smoothing, training.label_smoothing_over, max_logits=max_logits)
 
@@ -62,8 +59,7 @@ class Metrics(NamedTuple):
 
     loss: Float[Array, ""]
     """Label-smoothed cross-entropy, the mean over the batch's target tokens, in nats."""
-    num_tokens: Int[Array, ""]
-    """Number of target tokens in the batch, without padding."""
+    num_tokens: Int[Array, ""]  # target tokens, without padding
     grad_norm: Float[Array, ""]
     """Global norm of the gradient of `loss`, before clipping."""
     param_norm: Float[Array, ""]
@@ -90,9 +86,8 @@ def train_step(
     neither on how the batch is split over devices nor, apart from the dropout bits, on `accumulate`. Under `jit` with
     sharded arguments XLA adds the sums of the devices; no code here mentions devices.
 
-    A step whose loss or gradient is not finite changes nothing but `state.step`, the position in the data.
-    `optax.apply_if_finite` is not used because it checks the gradient but not the loss, cannot be disabled by the step
-    before, and applies the update after a number of consecutive failures.
+    A step whose loss or gradient is not finite changes nothing but `state.step`, the position in the data. Unlike
+    `optax.apply_if_finite`, this checks the loss too, and never applies the update.
 
     Args:
         state: Parameters, optimizer state and step.
@@ -143,15 +138,9 @@ def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: i
 
 
 def loss_sums(
-    model: Transformer,
-    params: Params,
-    batch: Batch,
-    loss: LossSpec,
-    *,
-    mutable: Sequence[str] = (),
-    **options: Any,
+    model: Transformer, params: Params, batch: Batch, loss: LossSpec, *, mutable: Sequence[str] = (), **options: Any
 ) -> tuple[LossSums, Any]:
-    """Sum the loss over a batch or microbatch. Return the sums and the model's collections named by `mutable`.
+    """Sum the loss over a batch. Return the sums and the model's collections named by `mutable`.
 
     The padding token is the model's, whatever `loss` states. `options` are for `model.apply`.
     """
