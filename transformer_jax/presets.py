@@ -1,8 +1,4 @@
-"""Presets, which are the choices of the paper and of other implementations by name, and loading of recipe files.
-
-Each preset is a function that states only its differences from an earlier one. `paper_base` states its differences
-from the defaults of `Config`.
-"""
+"""Presets, which are the choices of the paper and of other implementations by name, and loading of recipe files."""
 
 import importlib.util
 import inspect
@@ -22,6 +18,14 @@ from transformer_jax.config import (
     TrainingConfig,
 )
 from transformer_jax.types import UserError
+
+HALVES = {"positions": "halves", "position_exponent": "tensor2tensor"}
+TORCH = {"norm_epsilon": 1e-5, "attention_bias": True, "initialization": "torch_fused"}
+DROPOUT_INSIDE = {"attention_dropout": 0.1, "activation_dropout": 0.1}
+
+
+def _ids(**ids: int) -> dict[str, int]:
+    return {f"{token}_id": index for token, index in ids.items()}
 
 
 def paper_base(vocab_size: int) -> Config:
@@ -43,16 +47,7 @@ def paper_big(vocab_size: int) -> Config:
 def t2t_2017(vocab_size: int) -> Config:
     """Return the first release of tensor2tensor, June 2017, by the authors of the paper."""
     return paper_base(vocab_size).with_changes(
-        model={
-            "attention_bias": True,
-            "positions": "halves",
-            "position_exponent": "tensor2tensor",
-            "decoder_start": "zeros",
-            "pad_id": 0,
-            "bos_id": 0,
-            "eos_id": 1,
-            "unk_id": 0,
-        },
+        model={"attention_bias": True, "decoder_start": "zeros", **HALVES, **_ids(pad=0, bos=0, eos=1, unk=0)},
         data={"batch_tokens": 32_768},
     )
 
@@ -60,13 +55,7 @@ def t2t_2017(vocab_size: int) -> Config:
 def t2t_2018(vocab_size: int) -> Config:
     """Return `transformer_base` of tensor2tensor since 2018: pre-norm, more dropout and another learning rate."""
     return t2t_2017(vocab_size).with_changes(
-        model={
-            "norm_position": "pre",
-            "final_norm": True,
-            "attention_bias": False,
-            "attention_dropout": 0.1,
-            "activation_dropout": 0.1,
-        },
+        model={"norm_position": "pre", "final_norm": True, "attention_bias": False, **DROPOUT_INSIDE},
         training={"learning_rate_scale": 2.0, "warmup_steps": 8_000, "adam_beta2": 0.997},
         decoding={"max_length_offset": 100},
     )
@@ -76,17 +65,11 @@ def fairseq(vocab_size: int) -> Config:
     """Return the `transformer` of fairseq with its recipe for WMT14/16 English to German."""
     return paper_base(vocab_size).with_changes(
         model={
-            "norm_epsilon": 1e-5,
-            "attention_bias": True,
-            "positions": "halves",
-            "position_exponent": "tensor2tensor",
+            **TORCH,
+            **HALVES,
             "position_offset": 2,
             "decoder_start": "eos",
-            "pad_id": 1,
-            "bos_id": 0,
-            "eos_id": 2,
-            "unk_id": 3,
-            "initialization": "torch_fused",
+            **_ids(pad=1, bos=0, eos=2, unk=3),
         },
         data={"batch_tokens": 28_672, "max_length": 250, "max_length_ratio": 1.5},
         training={"schedule": "inverse_sqrt", "peak_learning_rate": 5e-4, "adam_epsilon": 1e-8},
@@ -104,10 +87,7 @@ def marian(vocab_size: int) -> Config:
             "logits_bias": True,
             "positions": "halves",
             "decoder_start": "pad",
-            "pad_id": vocab_size - 1,
-            "bos_id": vocab_size - 1,
-            "eos_id": 0,
-            "unk_id": 1,
+            **_ids(pad=vocab_size - 1, bos=vocab_size - 1, eos=0, unk=1),
         },
         training={"label_smoothing_over": "all"},
         decoding={"alpha": 1.0, "length_penalty": "power", "stopping": "huggingface", "max_length_offset": 512},
@@ -117,14 +97,7 @@ def marian(vocab_size: int) -> Config:
 def torch(vocab_size: int) -> Config:
     """Return `torch.nn.Transformer`, `CrossEntropyLoss` and `torch.optim.Adam` with their defaults."""
     return paper_base(vocab_size).with_changes(
-        model={
-            "final_norm": True,
-            "norm_epsilon": 1e-5,
-            "attention_bias": True,
-            "attention_dropout": 0.1,
-            "activation_dropout": 0.1,
-            "initialization": "torch_fused",
-        },
+        model={"final_norm": True, **TORCH, **DROPOUT_INSIDE},
         training={"adam_beta2": 0.999, "adam_epsilon": 1e-8, "label_smoothing_over": "all"},
     )
 
@@ -161,9 +134,7 @@ def preset(name: str, vocab_size: int, **model_changes: object) -> Config:
 def numbers_config() -> Config:
     """Return the offline default: spelled-out numbers from English to German, two minutes on two CPU cores.
 
-    A model of 2 + 2 layers with d_model 128 learns from 40,000 numbers below one million (4 % of them). The test uses
-    2,000 numbers that are not in the training data. The model is post-norm with epsilon 1e-5 and has one vocabulary,
-    so that it can be exported to every format.
+    The model is post-norm with epsilon 1e-5 and has one vocabulary, so that it can be exported to every format.
     """
     return Config(
         model=ModelConfig(vocab_size=400, d_model=128, num_layers=2, num_heads=4, d_ff=512, norm_epsilon=1e-5),
@@ -186,16 +157,9 @@ def numbers_config() -> Config:
 
 
 def load_recipe(recipe: str) -> Config:
-    """Return the configuration of the recipe `FILE` or `FILE:NAME`.
+    """Return what `get_config()` in a Python file FILE returns, or `get_config(NAME)` for the recipe `FILE:NAME`.
 
-    A recipe is a Python file that defines `get_config()`. `FILE:NAME` calls `get_config(NAME)`. FILE may also be the
-    `config.json` of a run.
-
-    Args:
-        recipe: Path of the file, optionally followed by a colon and the name of one of its recipes.
-
-    Raises:
-        UserError: The file does not exist, defines no `get_config`, or has no recipe of this name.
+    FILE may also be the `config.json` of a run.
     """
     path, _, name = recipe.partition(":")
     if not Path(path).is_file():
@@ -231,15 +195,9 @@ def _call_get_config(module: ModuleType, path: str, name: str) -> object:
         raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")
     if name and not inspect.signature(get_config).parameters:
         raise UserError(f"{path} has only one recipe. Remove {':' + name!r}")
-    if not name and not _callable_without_arguments(get_config):
-        raise UserError(f"{path} has several recipes. Pass {path}:NAME")
+    if not name:
+        try:
+            inspect.signature(get_config).bind()
+        except TypeError:
+            raise UserError(f"{path} has several recipes. Pass {path}:NAME") from None
     return get_config(name) if name else get_config()
-
-
-def _callable_without_arguments(function: Callable[..., object]) -> bool:
-    """Return whether a function can be called without arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    return True

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -129,6 +130,8 @@ def test_incomplete_checkpoints_are_not_listed(run):
     (run.checkpoints / "200.orbax-checkpoint-tmp-123").mkdir()
     (run.checkpoints / "tmp").mkdir()
     (run.checkpoints / "300").write_text("a file")
+    for name in ("007", "0100", "\u0663"):  # no step's folder has such a name
+        shutil.copytree(run.checkpoints / "9", run.checkpoints / name)
     assert checkpoint_steps(run) == [9, 10, 100]
     assert resolve_checkpoint(run, "last").name == "100"
 

@@ -88,13 +88,15 @@ def test_run_is_valid_after_a_write_that_fails_at_any_moment(name, writes, run, 
         run.load_config()
 
 
-def test_rows_after_a_step_and_truncated_lines_are_dropped(tmp_path):
+def test_rows_after_a_step_and_damaged_lines_are_dropped(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [
         {"step": 1, "loss": 2.0},
         {"step": 2, "text": "one line\u2028for JSON,\x85two for Python"},
         {"step": 3, "loss": 1.0},
         {"step": 2, "valid_loss": 1.0},
+        {"step": "1", "loss": 1.0},
+        {"step": None, "loss": 1.0},
     ]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_bytes("\n".join([*lines, '{"step": 2, "text": "ö']).encode()[:-1])  # truncated within a letter

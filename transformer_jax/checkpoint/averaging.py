@@ -17,10 +17,7 @@ from transformer_jax.types import Params, UserError
 
 
 def average_params(trees: Iterable[Params]) -> Params:
-    """Return the mean of parameter trees, summed in float64 on the host, in the dtypes of the first tree.
-
-    Trees are consumed one at a time, because 20 copies of the big model would not fit next to a running job.
-    """
+    """Return the mean of parameter trees, consumed one at a time and summed in float64, in the dtypes of the first."""
     remaining = iter(trees)
     first = next(remaining)
     dtypes = jax.tree.map(lambda leaf: leaf.dtype, first)
@@ -46,10 +43,7 @@ def choose_steps(run: RunDir, *, last: int | None = None, minutes: float | None 
 
 
 def average_checkpoints(run: RunDir, abstract_params: Params, steps: Sequence[int]) -> list[int]:
-    """Write the average of the checkpoints of `steps` to `average/`, and return the steps in ascending order.
-
-    `abstract_params` is what `load_params` takes.
-    """
+    """Write the average of the checkpoints of `steps` to `average/`, and return the steps in ascending order."""
     chosen = sorted(set(steps))
     checkpoints = [resolve_checkpoint(run, str(step)) for step in chosen]  # raises before the work starts
     save_params(run.average, average_params(load_params(checkpoint, abstract_params) for checkpoint in checkpoints))

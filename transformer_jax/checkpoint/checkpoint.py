@@ -27,14 +27,12 @@ from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
 State = TypeVar("State")
 
-Figures = Mapping[str, float | None]
-"""What a validation found, by name. None stands for a value that is not finite."""
+Figures = Mapping[str, float | None]  # what a validation found, by name; None is a value that is not finite
 
-METRICS = "metrics/metrics"
-"""File of a checkpoint's metrics, relative to the checkpoint."""
-
-_HISTORY = "validations"  # the item of a checkpoint that holds its ValidationHistory
+METRICS = "metrics/metrics"  # files relative to a checkpoint
+_HISTORY = "validations"
 _HISTORY_FILE = f"{_HISTORY}/metadata"
+_STEP = re.compile("0|[1-9][0-9]*")  # a checkpoint's folder, as str(step) names it: not 007
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class ValidationHistory:
     """The validations of a run up to a checkpoint, which decide when early stopping ends the run."""
 
     figures: tuple[Figures, ...] = ()
-    """One mapping per validation."""
     is_pending: bool = False
     """Whether the validation of the checkpoint's own step was cut short: resuming starts with it."""
 
@@ -53,23 +50,15 @@ class ValidationHistory:
 
     @classmethod
     def from_tree(cls, tree: JsonObject) -> "ValidationHistory":
-        """Return the history that `to_tree` turned into JSON."""
+        """Invert `to_tree`."""
         return cls(tuple(dict(row) for row in tree["figures"]), bool(tree["is_pending"]))
 
 
 class Checkpoints:
-    """Write the checkpoints of a run in the background, and restore them.
-
-    A step's folder gets its final name when all its files and its manifest are written, so an interrupted save leaves
-    no checkpoint.
-    """
+    """Write the checkpoints of a run in the background, and restore them. An interrupted save leaves no checkpoint."""
 
     def __init__(self, run: RunDir, keep: int = 5, best_by: str = "valid_loss", keep_every: int = 0) -> None:
-        """Open the checkpoints of a run, and choose which ones to keep.
-
-        The last `keep` checkpoints are kept, the best one by the metric `best_by`, and those whose step is a multiple
-        of `keep_every`, unless it is 0.
-        """
+        """Keep the last `keep` checkpoints, the best one by `best_by`, and multiples of `keep_every` (0: none)."""
         score = partial(selection_score, best_by=best_by)
         best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
         multiples = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
@@ -93,12 +82,9 @@ class Checkpoints:
     def save(
         self, step: int, state: PyTree, figures: Figures | None = None, history: ValidationHistory = ValidationHistory()
     ) -> None:
-        """Start to write `state`. The checkpoint is complete after `wait` or the next call.
+        """Start to write `state`; `wait` or the next call completes it, and raises UserError if that failed.
 
         An existing step is kept, except that figures and history replace those of a pending validation.
-
-        Raises:
-            UserError: The disk has no space for the checkpoint, or the previous one could not be written.
         """
         metrics, item = dict(figures or {}), history.to_tree()
         if step in self._manager.all_steps():
@@ -107,7 +93,8 @@ class Checkpoints:
             if stored is not None and stored.is_pending and not history.is_pending:
                 self._replace_history(step, {METRICS: json.dumps(metrics), _HISTORY_FILE: json.dumps(item)})
             return
-        self._check_space(step, _size(state))
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20  # with Orbax's metadata
+        self._check_space(step, needed)
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), **{_HISTORY: ocp.args.JsonSave(item)})
         with self._write_errors():
             self._manager.wait_until_finished()
@@ -172,11 +159,6 @@ class Checkpoints:
         return f"{last}: free disk space if it is full, and run the same command again to resume"
 
 
-def _size(state: PyTree) -> int:
-    """Estimate the bytes on disk: the arrays, and a little for Orbax's metadata."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20
-
-
 def write_checkpoint_manifest(folder: Path) -> None:
     """Write the manifest of a checkpoint: every file in its subfolders. Files next to it are Orbax's notes."""
     write_checksums(folder, folder.glob("*/**/*"))
@@ -200,7 +182,7 @@ def checkpoint_steps(run: RunDir, *, complete: bool = True) -> list[int]:
     """Return the steps of the complete checkpoints in ascending order, or of all of them."""
     if not run.checkpoints.is_dir():
         return []
-    folders = [path for path in run.checkpoints.iterdir() if path.name.isdecimal() and path.is_dir()]
+    folders = [path for path in run.checkpoints.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
     needs_manifest = complete and run.format() > 0
     return sorted(int(path.name) for path in folders if not needs_manifest or (path / MANIFEST).is_file())
 
@@ -215,12 +197,7 @@ def written_at(run: RunDir, step: int) -> float:
 
 
 def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> Path:
-    """Return the folder of the checkpoint named `last`, `best`, `average`, or by its step.
-
-    Raises:
-        UserError: The run has no such checkpoint; the message lists those it has.
-        DamagedFileError: The checkpoint is `best` and the metrics of a checkpoint are damaged.
-    """
+    """Return the folder of the checkpoint named `last`, `best`, `average`, or by its step."""
     if which == "average":
         if not (run.average / "state").is_dir():
             raise UserError(f"{run.path} has no averaged checkpoint: make one with `average {run.path} --last 5`")
@@ -235,44 +212,33 @@ def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> 
         return run.checkpoints / str(_best_step(run, steps, best_by))
     if which.isdecimal() and int(which) in steps:
         return run.checkpoints / str(int(which))
-    raise UserError(
-        f"{run.path} has no checkpoint {which!r}; there are last, best, average and the steps "
-        + ", ".join(map(str, steps))
-    )
+    found = ", ".join(map(str, steps))
+    raise UserError(f"{run.path} has no checkpoint {which!r}; there are last, best, average and the steps {found}")
 
 
 def _best_step(run: RunDir, steps: Sequence[int], best_by: str) -> int:
-    def stored_score(step: int) -> float:
+    scores: dict[int, float] = {}
+    for step in steps:
         score = partial(selection_score, best_by=best_by)
         found = read_verified(run.checkpoints / str(step), METRICS, score, "the metrics of a checkpoint")
-        return float("-inf") if found is None else found
-
-    scores = {step: stored_score(step) for step in steps}
+        scores[step] = -math.inf if found is None else found
     best = max(steps, key=lambda step: (scores[step], step))
-    if scores[best] == float("-inf"):
+    if scores[best] == -math.inf:
         raise UserError(f"{run.path} has no best checkpoint: no checkpoint there has a {best_by}; use 'last'")
     return best
 
 
 def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Sequence[str]] = EVAL_PARAMS) -> Params:
-    """Return the parameters alone of a checkpoint, as arrays on the default device.
+    """Return the parameters alone of a checkpoint, in the shapes and dtypes of `abstract_params`, on one device.
 
-    `abstract_params` has their shapes and dtypes, such as `jax.eval_shape` returns. Of the `subtrees`, which are paths
-    in the stored state, the first one that exists is read.
-
-    Raises:
-        DamagedFileError: A file of the checkpoint differs from its manifest.
-        UserError: The stored parameters do not have the expected shapes, or cannot be read.
+    Of the `subtrees`, which are paths in the stored state, the first one that exists is read.
     """
     if (checkpoint / MANIFEST).exists():  # checkpoints of format 0 have none
         verify(checkpoint)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)
-    with (
-        _orbax_errors(checkpoint),
-        _orbax_path(checkpoint / "state") as folder,
-        ocp.PyTreeCheckpointer() as checkpointer,
-    ):
+    path_context, reader = _orbax_path(checkpoint / "state"), ocp.PyTreeCheckpointer()
+    with _orbax_errors(checkpoint), path_context as folder, reader as checkpointer:
         # Shapes are compared first, because Orbax reports a mismatch late and at length.
         stored = checkpointer.metadata(folder).item_metadata.tree
         path = next(path for path in subtrees if _subtree(stored, path) is not None)
@@ -307,10 +273,7 @@ def _check_shapes(stored: Params, expected: Params, checkpoint: Path) -> None:
 
 
 def save_params(folder: Path, params: Params) -> None:
-    """Write parameters alone, with a manifest, for `load_params`. An existing folder is replaced when complete.
-
-    With several processes, all call it.
-    """
+    """Write parameters alone, with a manifest, in all processes. An existing folder is replaced when complete."""
     with ExitStack() as stack:
         unfinished = Path(on_main_process(lambda: str(stack.enter_context(atomic_dir(folder, replace=True))))())
         with _orbax_path(unfinished / "state") as target, ocp.StandardCheckpointer() as checkpointer:
@@ -330,15 +293,12 @@ def _orbax_errors(folder: Path) -> Iterator[None]:
         raise UserError(f"cannot read the checkpoint {folder}: {first_line(error)}") from error
 
 
-_PLAIN_PATH = re.compile(r"[\w ./@%+=,~-]*")
-
-
 @contextmanager
 def _orbax_path(folder: Path) -> Iterator[Path]:
     """Yield an absolute path of `folder` that Orbax can open, and silence Orbax's log.
 
-    Orbax treats brackets as patterns, and TensorStore rejects backslashes, a leading `//` and names that are not
-    UTF-8. A folder below such a path is opened through a symbolic link in a temporary folder.
+    Orbax and TensorStore reject brackets, backslashes, a leading `//` and names that are not UTF-8, so a folder below
+    such a path is opened through a symbolic link.
     """
     absolute = folder.absolute()
     text = re.sub("^/+", "/", absolute.as_posix())
@@ -346,7 +306,7 @@ def _orbax_path(folder: Path) -> Iterator[Path]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        if _PLAIN_PATH.fullmatch(text):
+        if re.fullmatch(r"[\w ./@%+=,~-]*", text):
             yield Path(text)
         else:
             with tempfile.TemporaryDirectory(prefix="transformer-jax-") as temporary:

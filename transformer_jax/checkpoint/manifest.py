@@ -31,19 +31,9 @@ class Checksum(NamedTuple):
         """Return the checksum of a file on disk."""
         return cls(path.stat().st_size, file_sha256(path))
 
-    @classmethod
-    def of_text(cls, text: str) -> "Checksum":
-        """Return the checksum of a file that will hold `text` as UTF-8."""
-        data = text.encode()
-        return cls(len(data), hashlib.sha256(data).hexdigest())
 
-
-Manifest = Mapping[str, Iterable[Checksum]]
-"""File names and the contents that each file may have: two while a file is being replaced, otherwise one."""
-
-
-def write_manifest(folder: Path, files: Manifest) -> None:
-    """Write the manifest of a folder."""
+def write_manifest(folder: Path, files: Mapping[str, Iterable[Checksum]]) -> None:
+    """Write a manifest of file names and the contents each may have: two while a file is replaced, otherwise one."""
     tree = {name: [checksum._asdict() for checksum in accepted] for name, accepted in files.items()}
     write_atomically(folder / MANIFEST, to_json({"files": tree}, indent=1) + "\n")
 
@@ -55,12 +45,10 @@ def write_checksums(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def write_verified(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write files of a folder, given as name and text, in this order, and record their checksums in its manifest.
-
-    A process that ends at any moment leaves a folder whose files agree with its manifest.
-    """
+    """Write files by name and text, in this order, and record their checksums. A kill leaves a valid folder."""
     manifest = read_manifest(folder) if (folder / MANIFEST).exists() else {}
-    new = {name: [Checksum.of_text(text)] for name, text in texts.items()}
+    contents = {name: text.encode() for name, text in texts.items()}
+    new = {name: [Checksum(len(data), hashlib.sha256(data).hexdigest())] for name, data in contents.items()}
     # Until an existing file is replaced, its old content is accepted as well. A new file is listed once it exists.
     existing = {name: [*new[name], Checksum.of_file(folder / name)] for name in texts if (folder / name).is_file()}
     if existing:
@@ -85,12 +73,9 @@ def read_manifest(folder: Path) -> dict[str, list[Checksum]]:
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compare the named files of a folder with its manifest, or every file that the manifest lists.
+    """Raise DamagedFileError unless the named files of a folder, or all that its manifest lists, agree with it.
 
     Names that lead out of the folder are never opened.
-
-    Raises:
-        DamagedFileError: The manifest is missing or damaged, or a file is missing or differs from the manifest.
     """
     files = read_manifest(folder)
     for name in files if names is None else names:
@@ -104,20 +89,15 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
             expected = " or ".join(str(checksum.bytes) for checksum in accepted) or "none"
             raise DamagedFileError(f"{folder} is damaged: {name} has {size} bytes, expected {expected}")
         if Checksum.of_file(path) not in accepted:
-            raise DamagedFileError(
-                f"{folder} is damaged: {name} does not hold what was written (its SHA-256 differs). Restore the file"
-            )
+            problem = f"{name} does not hold what was written (its SHA-256 differs)"
+            raise DamagedFileError(f"{folder} is damaged: {problem}. Restore the file")
 
 
 def read_verified(folder: Path, name: str, parse: Callable[[JsonObject], T], content: str) -> T | None:
     """Return what `parse` makes of a JSON object, after comparing its file with the folder's manifest, if there is one.
 
-    Return None if the manifest does not list the file, or if there are neither a manifest nor the file. The message of
-    an error of `parse` states the `content` that was expected.
-
-    Raises:
-        DamagedFileError: The file differs from the manifest.
-        UserError: The file is not a JSON object, or `parse` fails.
+    Return None if the manifest does not list the file, or if there are neither a manifest nor the file. An error of
+    `parse` becomes a UserError that states the expected `content`.
     """
     if (folder / MANIFEST).exists():
         if name not in read_manifest(folder):

@@ -15,11 +15,8 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
     """Verify the newest checkpoint and the metrics of all checkpoints, and return the steps of the valid ones.
 
     Damaged checkpoints are moved to `damaged/` with a warning, so that training writes their steps again. An older one
-    without a manifest is what a kill left of a checkpoint that was being deleted, so it is deleted. A run of an earlier
-    format gets its missing manifests and the current format. The caller has locked the run.
-
-    Raises:
-        UserError: Every checkpoint is damaged, or `strict` is True and the newest one is.
+    without a manifest is what a kill left of a checkpoint that was being deleted, so it is deleted. The caller has
+    locked the run. With `strict`, damage of the newest checkpoint raises UserError.
     """
     if run.config_file.exists() and run.format() < FORMAT:
         _upgrade(run)

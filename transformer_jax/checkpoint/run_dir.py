@@ -34,9 +34,8 @@ MAY_CHANGE = frozenset(
     | {"training.patience", "training.valid_sentences", "training.validate_every"}
 )
 
+# Version of the layout that new runs get. Layout 1 has no manifest of the run, and layout 0 has no manifests at all.
 FORMAT = 2
-"""Version of the layout that new runs get. Layout 1 has no manifest of the run, and layout 0 has no manifests at all.
-Runs of these layouts can be read, and are upgraded when they are resumed."""
 
 
 class _Entry:
@@ -84,12 +83,7 @@ class RunDir:
         return int(text)
 
     def load_config(self) -> Config:
-        """Return the run's configuration, after comparing the run's files with its manifest.
-
-        Raises:
-            DamagedFileError: A file of the run is missing or damaged.
-            UserError: The folder is not a run, or was written by a later version.
-        """
+        """Return the run's configuration, after comparing the run's files with its manifest."""
         if not self.config_file.exists():
             raise UserError(f"{self.path} is not a run: it has no config.json (`train` writes runs)")
         if self.format() > FORMAT:
@@ -102,11 +96,7 @@ class RunDir:
         return Config.load(self.config_file)
 
     def has_manifest(self, folder: Path) -> bool:
-        """Return whether the run or a folder of it has a manifest, which earlier layouts lack.
-
-        Raises:
-            DamagedFileError: There is no manifest, and the run's layout requires one.
-        """
+        """Return whether the run or a folder of it has a manifest; raise if its layout requires one that is missing."""
         if (folder / MANIFEST).exists():
             return True
         if self.format() > (1 if folder == self.path else 0):
@@ -157,9 +147,6 @@ class RunDir:
 
         `is_bound` states whether steps were taken under the configuration in the folder; if not, any field may change.
         Without `write` the folder is only checked.
-
-        Raises:
-            UserError: The folder holds something else, or a field that must not change differs.
         """
         if self.config_file.exists() and is_bound:
             old, new = self.load_config().flat(), config.flat()
@@ -180,28 +167,26 @@ class RunDir:
 
 
 def truncate_after(path: Path, last_step: int, *, drop_validation: bool = False) -> None:
-    """Remove the rows of `metrics.jsonl` or `samples.jsonl` after a step, and a line truncated by a kill.
+    """Remove the rows of `metrics.jsonl` or `samples.jsonl` after a step, and lines truncated or damaged by a kill.
 
     With `drop_validation`, the rows of the validation at this step are also removed, because it is repeated.
     """
     if not path.exists():
         return
-    rows = [row for row in read_json_lines(path) if row.get("step", 0) <= last_step]
-    if drop_validation:  # rows of training have a loss, or the number of skipped steps
-        rows = [row for row in rows if row.get("step", 0) < last_step or {"loss", "skipped"} & row.keys()]
-    write_atomically(path, "".join(to_json(row) + "\n" for row in rows))
+    rows = []
+    for row in read_json_lines(path):
+        step = row.get("step", 0)
+        is_kept = isinstance(step, int | float) and step <= last_step
+        if is_kept and drop_validation:  # rows of training have a loss, or the number of skipped steps
+            is_kept = step < last_step or bool({"loss", "skipped"} & row.keys())
+        if is_kept:
+            rows.append(to_json(row) + "\n")
+    write_atomically(path, "".join(rows))
 
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[bool]:
-    """Prevent other processes from writing the run while the context is open. The lock ends with the process.
-
-    Yields:
-        Whether the run can be written. False on a read-only file system or without permission.
-
-    Raises:
-        UserError: Another process holds the lock; the message names it.
-    """
+    """Lock the run against other processes, and yield whether it can be written: not on a read-only file system."""
     try:
         file = run.lock.open("a+", encoding="utf-8")
     except OSError as error:
