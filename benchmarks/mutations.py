@@ -56,7 +56,7 @@ MUTATIONS = [
         ("model/positional.py", "powers = 2 * i / d_model", "powers = i / d_model"),
         ("model/positional.py", "[np.sin(angles), np.cos(angles)]", "[np.cos(angles), np.sin(angles)]"),
         ("model/positional.py", "np.arange(offset, offset + length)", "np.arange(length)"),
-        ("model/positional.py", "return table[offset : offset + length]", "return table[:length]"),
+        ("model/positional.py", "return self.table[self.offset : self.offset + length]", "return self.table[:length]"),
         ("model/positional.py", "return jnp.where(segments == 0, 0, index - start)", "return index"),
         ("model/normalization.py", "jax.lax.rsqrt(variance + jnp.asarray(epsilon, dtype))", "jax.lax.rsqrt(variance)"),
         ("model/normalization.py", "(x.shape[-1] - 1)", "x.shape[-1]"),

@@ -17,10 +17,7 @@ AttentionKernel = Literal["auto", "xla"]
 
 
 def masked_softmax(scores: Float[Array, "..."], mask: Bool[Array, "..."] | None) -> Float[Array, "..."]:
-    """Return the softmax over the last axis, exactly 0 where the mask is False.
-
-    A row that may attend to nothing is all zeros, never NaN.
-    """
+    """Return the softmax over the last axis, exactly 0 where the mask is False, even in a row without any True."""
     if mask is None:
         return jax.nn.softmax(scores)
     # A finite number instead of -inf: a row of -inf would give NaN here and in the gradient.
@@ -46,7 +43,7 @@ def attention_weights(
 
 
 def weighted_sum(weights: Float[Array, "b h t s"], value: Float[Array, "b s h d_v"]) -> Float[Array, "b t h d_v"]:
-    """Multiply attention weights by the values, the second product of paper equation 1, in the dtype of the values."""
+    """Multiply attention weights by the values (paper equation 1), in the dtype of the values."""
     return jnp.einsum("bhts,bshd->bthd", weights.astype(value.dtype), value)
 
 
@@ -64,8 +61,8 @@ def scaled_dot_product_attention(
         key: Keys of each head.
         value: Values of each head.
         mask: True where a query may attend to a key. None lets every query attend to every key.
-        kernel: `xla` calls `attention_weights` and `weighted_sum`. `auto` calls NVIDIA's fused kernel if
-            `fits_cudnn` accepts the inputs. The fused kernel never writes the weights to memory.
+        kernel: `auto` calls NVIDIA's fused kernel, which never writes the weights to memory, if `fits_cudnn` accepts
+            the inputs; `xla` does not.
 
     Returns:
         The attended values. A query that may attend to nothing gives zeros, never NaN.
@@ -95,10 +92,7 @@ def _fused_attention(
     mask: Bool[Array, "#b #h #t s"] | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "b t h d_v"]:
-    """Compute attention by one JAX function, and zero the queries that may attend to nothing.
-
-    The JAX function spreads the weights of such a query evenly.
-    """
+    """Compute attention by JAX's function, but give zeros for a query that may attend to nothing."""
     t, s = query.shape[1], key.shape[1]
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], t, s))
@@ -111,10 +105,7 @@ def _fused_attention(
 
 
 class KeysValues(NamedTuple):
-    """Keys and values that incremental decoding stores, with a leading axis of b * h heads.
-
-    There are three axes because XLA's CPU backend copies the complete cache at each position if there are four.
-    """
+    """Stored keys and values of b * h heads. XLA's CPU backend copies a cache of four axes at each position."""
 
     key: Float[Array, "heads n d_k"]
     value: Float[Array, "heads n d_v"]
@@ -164,7 +155,7 @@ class MultiHeadAttention(nn.Module):
         self.query, self.key = (linear((h, d_k), initializer(h * d_k)) for _ in range(2))
         self.value = linear((h, d_v), initializer(h * d_v))
         self.output = linear((self.d_model,), xavier_uniform(h * d_v, self.d_model), num_inputs=2)
-        # The three as one product, for `attend_and_store`. It has no parameters while training.
+        # The three as one product, for `attend_and_store`; `prepare_for_decoding` makes its parameters.
         self.query_key_value = linear((fused_width,), initializer(fused_width))
         self.dropout = nn.Dropout(self.dropout_rate)
 
@@ -176,11 +167,11 @@ class MultiHeadAttention(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """Attend from `x` to `memory`.
+        """Attend from `x`, which gives the queries, to `memory`, which gives keys and values.
 
         Args:
-            x: Where queries come from.
-            memory: Where keys and values come from. None: `x`, which is self-attention.
+            x: Input of the queries.
+            memory: Input of the keys and values. None: `x`, which is self-attention.
             mask: True where a query may attend to a key. None lets every query attend to every key.
             deterministic: Turn dropout of the attention weights off.
 
@@ -204,7 +195,7 @@ class MultiHeadAttention(nn.Module):
     def weights(
         self, query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], mask: Bool[Array, "#b #h #t s"] | None
     ) -> Float[Array, "b h t s"]:
-        """Return `attention_weights`, as a method so that `transformer.attention_maps` can capture its result."""
+        """Return `attention_weights`, for `transformer.attention_maps` to capture."""
         return attention_weights(query, key, mask)
 
     def keys_values(self, memory: Float[Array, "b s d_model"]) -> KeysValues:
@@ -220,10 +211,7 @@ class MultiHeadAttention(nn.Module):
     def attend_and_store(
         self, x: Float[Array, "b t d_model"], past: KeysValues, start: Int[Array, ""], mask: Bool[Array, "b 1 t n"]
     ) -> tuple[Float[Array, "b t d_model"], KeysValues]:
-        """Store the keys and values of `x` in `past` from index `start`, attend to `past`, and return both results.
-
-        The parameters are those of `prepare_for_decoding`: one product computes queries, keys and values.
-        """
+        """Store the keys and values of `x` in `past` from index `start`, attend to `past`, and return both results."""
         projected, width = self.query_key_value(x), self.num_heads * past.key.shape[2]
         parts = jnp.split(projected, [width, 2 * width], axis=2)
         query, key, value = (_by_head(part.reshape(*x.shape[:2], self.num_heads, -1)) for part in parts)

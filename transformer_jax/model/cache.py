@@ -26,10 +26,7 @@ class Cache(NamedTuple):
 
 
 def reorder_cache(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
-    """Return the cache in which row i continues row `rows[i]`, which is a row of the same sentence.
-
-    Only the small ancestry table changes; keys and values stay where they were written.
-    """
+    """Return the cache in which row i continues `rows[i]` of the same sentence; only the small ancestry changes."""
     ancestry = cache.ancestry
     return cache._replace(ancestry=ancestry.reshape(len(rows), -1)[rows].reshape(ancestry.shape))
 

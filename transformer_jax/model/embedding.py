@@ -24,11 +24,7 @@ class Unembedding(NamedTuple):
 def embed(
     table: Float[Array, "v d_model"], tokens: Int[Array, "*n"], *, scale: bool, dtype: DTypeLike
 ) -> Float[Array, "*n d_model"]:
-    """Return the rows of the table, multiplied by sqrt(d_model) if `scale` (paper section 3.4).
-
-    Raises:
-        UserError: The table or the tokens are sharded over a mesh with Explicit axes.
-    """
+    """Return the rows of the table, multiplied by sqrt(d_model) if `scale` (paper section 3.4)."""
     for array in (table, tokens):
         mesh = jax.typeof(array).sharding.mesh
         if any(axis_type == AxisType.Explicit for axis_type in mesh.axis_types):
@@ -41,16 +37,6 @@ def embed(
     return vectors * math.sqrt(table.shape[1]) if scale else vectors
 
 
-def mask_start(x: Float[Array, "*n d_model"], positions: Int[Array, "..."]) -> Float[Array, "*n d_model"]:
-    """Replace the vectors at position 0 by zeros, the decoder's first input in tensor2tensor (`decoder_start="zeros"`).
-
-    Args:
-        x: Embedded tokens.
-        positions: The position of each token; broadcasts to the axes of `x` but the last.
-    """
-    return jnp.where((positions == 0)[..., None], jnp.zeros_like(x), x)
-
-
 def unembed(x: Float[Array, "*n d_model"], unembedding: Unembedding) -> Float[Array, "*n v"]:
     """Return the logits x E^T + b in at least float32."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -61,10 +47,7 @@ def unembed(x: Float[Array, "*n d_model"], unembedding: Unembedding) -> Float[Ar
 
 
 class Embedding(nn.Module):
-    """A table of one vector per token id, multiplied by sqrt(d_model) on lookup but not in the logits (section 3.4).
-
-    Parameters: `table` [rows, d_model].
-    """
+    """A `table` [rows, d_model] whose rows are multiplied by sqrt(d_model) on lookup, but not in the logits."""
 
     rows: int
     d_model: int

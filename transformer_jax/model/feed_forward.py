@@ -14,12 +14,7 @@ Activation = Literal["relu", "gelu", "swish"]
 
 
 def activate(x: Float[Array, "..."], activation: Activation) -> Float[Array, "..."]:
-    """Apply the activation function.
-
-    relu     max(0, x)       paper equation 2
-    gelu     x Phi(x)        exact, not the tanh approximation
-    swish    x sigmoid(x)
-    """
+    """Apply max(0, x) (paper equation 2), gelu x Phi(x) (exact, not its tanh approximation) or swish x sigmoid(x)."""
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
     return jax.nn.relu(x) if activation == "relu" else jax.nn.swish(x)
@@ -46,11 +41,6 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(self, x: Float[Array, "b t d_model"], *, deterministic: bool = True) -> Float[Array, "b t d_model"]:
-        """Apply the network to each position separately.
-
-        Args:
-            x: Input of the network.
-            deterministic: Turn dropout of the hidden activations off.
-        """
+        """Apply the network to each position. `deterministic` turns dropout of the hidden activations off."""
         hidden = activate(self.inner(x), self.activation)
         return self.outer(self.dropout(hidden, deterministic=deterministic))

@@ -1,12 +1,12 @@
 """Initializers. The paper names no scheme; the defaults are those of its released code (tensor2tensor).
 
-| `initialization`  | embedding tables    | projections                                                         |
-|-------------------|---------------------|---------------------------------------------------------------------|
-| `tensor2tensor`   | N(0, 1 / d_model)   | Xavier uniform, each matrix for itself                              |
-| `xavier_uniform`  | Xavier uniform      | Xavier uniform, each matrix for itself                              |
-| `torch_fused`     | N(0, 1 / d_model)   | Xavier uniform; query, key and value count as one matrix            |
+| `initialization`  | embedding tables    | projections                                              |
+|-------------------|---------------------|----------------------------------------------------------|
+| `tensor2tensor`   | N(0, 1 / d_model)   | Xavier uniform, each matrix for itself                   |
+| `xavier_uniform`  | Xavier uniform      | Xavier uniform, each matrix for itself                   |
+| `torch_fused`     | N(0, 1 / d_model)   | Xavier uniform; query, key and value count as one matrix |
 
-Biases are zero, LayerNorm's scales one. Xavier uniform is U(-a, a) with a = sqrt(6 / (fan_in + fan_out)).
+Biases are zero, LayerNorm's scales one. Xavier uniform is that of Glorot and Bengio (2010).
 """
 
 import math
@@ -21,10 +21,7 @@ Initialization = Literal["tensor2tensor", "xavier_uniform", "torch_fused"]
 
 
 def xavier_uniform(fan_in: int, fan_out: int) -> Initializer:
-    """Return the initializer U(-a, a) with a = sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio, 2010).
-
-    The fans are arguments, because the kernels of an attention have more than two axes.
-    """
+    """Return U(-a, a) with a = sqrt(6 / (fan_in + fan_out)); attention kernels have more axes than these two fans."""
     bound = math.sqrt(6 / (fan_in + fan_out))
 
     def init(key: Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> Array:
@@ -41,12 +38,5 @@ def embedding_initializer(initialization: Initialization, rows: int, d_model: in
 
 
 def attention_initializer(initialization: Initialization, d_model: int, width: int, fused_width: int) -> Initializer:
-    """Return the initializer of an attention's query, key or value projection.
-
-    Args:
-        initialization: Which scheme.
-        d_model: Number of inputs.
-        width: Number of outputs of the projection.
-        fused_width: Number of outputs of the query, key and value projections in total.
-    """
+    """Return the initializer of one of an attention's projections, which have `fused_width` outputs in total."""
     return xavier_uniform(d_model, fused_width if initialization == "torch_fused" else width)

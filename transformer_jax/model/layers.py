@@ -53,7 +53,7 @@ Sublayer = Callable[[Float[Array, "b t d_model"]], Float[Array, "b t d_model"]]
 
 
 class SublayerConnection(nn.Module):
-    """Apply a sub-layer with its residual connection, LayerNorm and dropout.
+    """Apply a sub-layer with residual connection, LayerNorm and dropout; `config.norm_position` selects the formula.
 
     post    LayerNorm(x + Dropout(Sublayer(x)))    paper sections 3.1 and 5.4
     pre     x + Dropout(Sublayer(LayerNorm(x)))    tensor2tensor since 2017-10
@@ -68,7 +68,7 @@ class SublayerConnection(nn.Module):
     def __call__(
         self, x: Float[Array, "b t d_model"], sublayer: Sublayer, norm: LayerNorm, deterministic: bool
     ) -> Float[Array, "b t d_model"]:
-        """Apply a sub-layer; `config.norm_position` selects the formula."""
+        """Apply a sub-layer."""
         if self.config.norm_position == "pre":
             return x + self.dropout(sublayer(norm(x)), deterministic=deterministic)
         return norm(x + self.dropout(sublayer(x), deterministic=deterministic))
@@ -95,21 +95,11 @@ class EncoderLayer(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
-        """Apply one layer of the encoder.
-
-        Args:
-            x: Output of the layer below.
-            src_mask: Which source positions may be attended to; None: all.
-            deterministic: Turn dropout off.
-        """
-
-        def attend(y: Float[Array, "b s d_model"]) -> Float[Array, "b s d_model"]:
-            return self.self_attention(y, y, src_mask, deterministic=deterministic)
-
+        """Apply the layer to the source. `src_mask` is True where a position may be attended to; None: everywhere."""
+        attend = partial(self.self_attention, mask=src_mask, deterministic=deterministic)
+        feed_forward = partial(self.feed_forward, deterministic=deterministic)
         x = self.connection(x, attend, self.self_attention_norm, deterministic)
-        return self.connection(
-            x, partial(self.feed_forward, deterministic=deterministic), self.feed_forward_norm, deterministic
-        )
+        return self.connection(x, feed_forward, self.feed_forward_norm, deterministic)
 
 
 class DecoderLayer(nn.Module):
@@ -137,22 +127,9 @@ class DecoderLayer(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """Apply one layer of the decoder to all positions at once.
-
-        Args:
-            x: Output of the layer below.
-            memory: Output of the encoder.
-            tgt_mask: Which target positions each target position may attend to; None: all.
-            src_mask: Which source positions may be attended to; None: all.
-            deterministic: Turn dropout off.
-        """
-
-        def attend_to_target(y: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
-            return self.self_attention(y, y, tgt_mask, deterministic=deterministic)
-
-        def attend_to_memory(y: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
-            return self.cross_attention(y, memory, src_mask, deterministic=deterministic)
-
+        """Apply the layer to all target positions at once. A mask is True where a position may be attended to."""
+        attend_to_target = partial(self.self_attention, mask=tgt_mask, deterministic=deterministic)
+        attend_to_memory = partial(self.cross_attention, memory=memory, mask=src_mask, deterministic=deterministic)
         return self._connect(x, attend_to_target, attend_to_memory, deterministic)
 
     def step(
@@ -164,28 +141,14 @@ class DecoderLayer(nn.Module):
         tgt_mask: Bool[Array, "b 1 k n"],
         src_mask: Bool[Array, "b 1 1 s"],
     ) -> tuple[Float[Array, "b k d_model"], KeysValues]:
-        """Apply the layer to one position of k hypotheses.
-
-        Args:
-            x: Output of the layer below.
-            past: Keys and values of this layer's self-attention; see `Cache`.
-            cross: Keys and values of the encoder's output.
-            position: The position, from 0.
-            tgt_mask: Which entries of `past` each hypothesis may attend to.
-            src_mask: Which source positions may be attended to.
-
-        Returns:
-            The output, and `past` with the keys and values of this position.
-        """
+        """Apply the layer to one position of k hypotheses, and return `past` with its keys and values too."""
 
         def attend_to_target(y: Float[Array, "b k d_model"]) -> Float[Array, "b k d_model"]:
             nonlocal past
             y, past = self.self_attention.attend_and_store(y, past, position * y.shape[1], tgt_mask)
             return y
 
-        def attend_to_memory(y: Float[Array, "b k d_model"]) -> Float[Array, "b k d_model"]:
-            return self.cross_attention.attend(y, cross, src_mask)
-
+        attend_to_memory = partial(self.cross_attention.attend, past=cross, mask=src_mask)
         return self._connect(x, attend_to_target, attend_to_memory, True), past
 
     def _connect(
@@ -196,11 +159,10 @@ class DecoderLayer(nn.Module):
         deterministic: bool,
     ) -> Float[Array, "b t d_model"]:
         """Apply the three sub-layers in the order of Figure 1."""
+        feed_forward = partial(self.feed_forward, deterministic=deterministic)
         x = self.connection(x, attend_to_target, self.self_attention_norm, deterministic)
         x = self.connection(x, attend_to_memory, self.cross_attention_norm, deterministic)
-        return self.connection(
-            x, partial(self.feed_forward, deterministic=deterministic), self.feed_forward_norm, deterministic
-        )
+        return self.connection(x, feed_forward, self.feed_forward_norm, deterministic)
 
 
 # What `remat` stores for the backward pass inside a layer; None: nothing.
@@ -228,10 +190,9 @@ def _run_stack(
 def _scan_stack(
     stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], run_layer: Any, deterministic: bool
 ) -> Float[Array, "b t d_model"]:
-    """Apply the layers as one loop over their stacked parameters, so that a layer is compiled once.
+    """Apply the layers as one loop over their parameters, so that a layer is compiled once.
 
-    `nn.scan` would store the parameters stacked. Stacking them here keeps one parameter tree for both ways, so that a
-    checkpoint loads with `scan_layers` on or off.
+    `nn.scan` would store them stacked; stacked here, a checkpoint loads with `scan_layers` on or off.
     """
     layers = stack.layer
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer.variables["params"] for layer in layers))

@@ -23,9 +23,7 @@ class Int8Matrix(NamedTuple):
 
 
 def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
-    """Round a matrix to 8 bits, symmetrically and with one scale per output (column).
-
-    The error of an entry is at most half the scale of its column.
+    """Round a matrix to 8 bits with one scale per output (column), at most half of which an entry is off.
 
     >>> quantize(jnp.array([[0.5, 0.0], [-1.27, 0.0]])).values.tolist()
     [[50, -127], [0, 0]]
@@ -38,14 +36,7 @@ def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
 def matmul(
     x: Float[Array, "rows n"], matrix: Float[Array, "n v"] | Int8Matrix, dtype: DTypeLike | None = None
 ) -> Float[Array, "rows v"]:
-    """Return the product x W.
-
-    Args:
-        x: The left factor. With an `Int8Matrix` each of its rows is rounded to 8 bits with its own scale, so that the
-            product is one of integers.
-        matrix: W.
-        dtype: Type of the result; None: that of `x`.
-    """
+    """Return the product x W in `dtype`, by default that of x. An `Int8Matrix` rounds each row of x to 8 bits too."""
     dtype = x.dtype if dtype is None else dtype
     if not isinstance(matrix, Int8Matrix):
         return jnp.matmul(x, matrix, preferred_element_type=dtype)
@@ -66,8 +57,7 @@ def _round_rows(rows: Float[Array, "r n"]) -> tuple[Int8[Array, "r n"], Float[Ar
 class Linear(nn.Module):
     """Compute x W + b over the last axes of x.
 
-    Parameters: `kernel` [*inputs, *features], which is an `Int8Matrix` after `prepare_for_decoding` with int8; `bias`
-    [*features].
+    Parameters: `kernel` [*inputs, *features], or an `Int8Matrix` (see `prepare_linear_maps`); `bias` [*features].
     """
 
     features: tuple[int, ...]
@@ -105,10 +95,7 @@ def concatenate_linear_maps(maps: Sequence[Params]) -> Params:
 
 
 def prepare_linear_maps(params: Params, dtype: DTypeLike, *, int8: bool) -> Params:
-    """Return parameters for repeated decoding: kernels and their biases in `dtype`, or kernels in 8 bits.
-
-    Parameters that do not belong to a linear map, such as those of norms, stay unchanged.
-    """
+    """Return parameters whose linear maps are in `dtype`, with kernels in 8 bits if `int8`; others stay unchanged."""
     prepared = {}
     for name, value in params.items():
         if not isinstance(value, Mapping):

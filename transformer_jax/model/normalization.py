@@ -19,20 +19,10 @@ def layer_norm(
     epsilon: float = 1e-6,
     variant: NormVariant = "standard",
 ) -> Float[Array, "*b d_model"]:
-    """Normalize the last axis (Ba et al. 2016).
+    """Normalize the last axis (Ba et al. 2016), in at least float32. The result has the dtype of x.
 
-        standard        scale (x - mean) / sqrt(variance + epsilon) + bias, with the variance divided by n
-        unbiased_std    scale (x - mean) / (std + epsilon) + bias, with the std divided by n - 1 (annotated-transformer)
-
-    Args:
-        x: Vectors to normalize.
-        scale: The gain of each component.
-        bias: The offset of each component.
-        epsilon: Added to the variance or to the standard deviation.
-        variant: Which formula.
-
-    Returns:
-        The result, computed in at least float32, in the dtype of `x`.
+    standard        scale (x - mean) / sqrt(variance + epsilon) + bias, with the variance divided by n
+    unbiased_std    scale (x - mean) / (std + epsilon) + bias, with the std divided by n - 1 (annotated-transformer)
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     centered = x.astype(dtype) - jnp.mean(x, axis=-1, keepdims=True, dtype=dtype)
@@ -50,10 +40,7 @@ def layer_norm(
 
 
 class LayerNorm(nn.Module):
-    """Layer normalization; see `layer_norm`.
-
-    Parameters: `scale` [d_model], `bias` [d_model].
-    """
+    """Apply `layer_norm` with the parameters `scale` [d_model] and `bias` [d_model]."""
 
     epsilon: float = 1e-6
     variant: NormVariant = "standard"

@@ -61,45 +61,6 @@ def segment_positions(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
     return jnp.where(segments == 0, 0, index - start)
 
 
-def first_positions(table: Float[Array, "rows d_model"], length: int, offset: int) -> Float[Array, "t d_model"]:
-    """Return the vectors of the first `length` positions of a learned position table.
-
-    Args:
-        table: The learned vectors.
-        length: Number of positions.
-        offset: Row of the first position.
-
-    Raises:
-        UserError: The table has fewer rows.
-    """
-    if length + offset > len(table):
-        raise UserError(
-            f"a sequence of {length} tokens (plus position_offset {offset}) is longer than the learned position table "
-            f"of model.max_length {len(table)} rows. Shorten the sequence, or train with a larger model.max_length."
-        )
-    return table[offset : offset + length]
-
-
-def position_vectors(
-    config: ModelConfig, length: int, learned: Float[Array, "rows d_model"] | None = None
-) -> Float[Array, "t d_model"]:
-    """Return the vectors of the first `length` positions in the dtype that the model computes in.
-
-    Args:
-        config: The model.
-        length: Number of positions.
-        learned: The learned position table, if `config.positions` is `learned`.
-
-    Raises:
-        UserError: The learned table has fewer rows.
-    """
-    if config.positions == "learned":
-        assert learned is not None  # a model with learned positions has a table
-        return first_positions(learned, length, config.position_offset).astype(config.dtype)
-    table = sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset)
-    return jnp.asarray(table, jnp.promote_types(config.dtype, jnp.float32)).astype(config.dtype)
-
-
 class LearnedPositions(nn.Module):
     """A learned vector for each position (paper Table 3, row E).
 
@@ -117,19 +78,17 @@ class LearnedPositions(nn.Module):
         self.table = self.param("table", init, shape, jnp.dtype(self.param_dtype))
 
     def __call__(self, length: int) -> Float[Array, "t d_model"]:
-        """Return the vectors of the first `length` positions.
-
-        Raises:
-            UserError: The table has fewer rows.
-        """
-        return first_positions(self.table, length, self.offset)
+        """Return the vectors of the first `length` positions."""
+        if length + self.offset > self.max_length:
+            raise UserError(
+                f"a sequence of {length} tokens (plus position_offset {self.offset}) is longer than the learned "
+                f"position table of model.max_length {self.max_length} rows. Shorten the sequence, or train with a "
+                "larger model.max_length."
+            )
+        return self.table[self.offset : self.offset + length]
 
     def at(self, positions: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
-        """Return the vectors of these positions.
-
-        Positions are values that only the compiled program knows, so a position beyond the table gives NaN. Batches of
-        packed sentences are checked where they are made.
-        """
+        """Return the vectors of traced positions: NaN beyond the table, so batches are checked where they are made."""
         return jnp.take(self.table, positions + self.offset, axis=0, mode="fill")
 
 

@@ -10,20 +10,17 @@ from jaxtyping import Array, Bool, Float, Int
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import KeysValues
 from transformer_jax.model.cache import Cache
-from transformer_jax.model.embedding import Embedding, Unembedding, mask_start, unembed
+from transformer_jax.model.embedding import Embedding, Unembedding, unembed
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
 from transformer_jax.model.linear import concatenate_linear_maps, matmul, prepare_linear_maps, quantize
 from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
-from transformer_jax.model.positional import LearnedPositions, position_vectors, segment_positions
+from transformer_jax.model.positional import LearnedPositions, segment_positions, sinusoids
 from transformer_jax.types import Params, UserError
 
 
 class Transformer(nn.Module):
-    """The encoder-decoder model of Figure 1, with every choice that its `ModelConfig` names.
-
-    Args:
-        config: The model's sizes and choices.
+    """The encoder-decoder model of Figure 1, with the sizes and choices of its `config`.
 
     >>> model = Transformer(ModelConfig(vocab_size=11, d_model=8, num_heads=2, d_ff=16, num_layers=1))
     >>> src, tgt_in = jnp.array([[5, 6, 2]]), jnp.array([[1, 7]])
@@ -35,23 +32,20 @@ class Transformer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
-        """Create the embeddings and the two stacks.
-
-        Raises:
-            UserError: The configuration needs float64, which jax has disabled.
-        """
+        """Create the embeddings and the two stacks."""
         config = self.config
-        has_float64 = jnp.result_type(float) == jnp.float64
-        if "float64" in (config.dtype, config.param_dtype) and not has_float64:
+        if "float64" in (config.dtype, config.param_dtype) and jnp.result_type(float) != jnp.float64:
             raise UserError(
                 f"model.dtype is {config.dtype!r} and model.param_dtype {config.param_dtype!r}: "
                 "float64 needs jax.config.update('jax_enable_x64', True) or JAX_ENABLE_X64=1"
             )
+        sizes = config.d_model, config.scale_embeddings, config.initialization, config.dtype, config.param_dtype
         if config.tie_embeddings == "all":
-            self.embedding = self._make_embedding(config.vocab_size)
+            self.embedding = Embedding(config.vocab_size, *sizes)
+            self.source_embedding = self.target_embedding = self.embedding
         else:
-            self.source_embedding = self._make_embedding(config.source_rows)
-            self.target_embedding = self._make_embedding(config.vocab_size)
+            self.source_embedding = Embedding(config.source_rows, *sizes)
+            self.target_embedding = Embedding(config.vocab_size, *sizes)
         if config.tie_embeddings == "none":
             self.output_projection = OutputProjection(config.vocab_size, config.d_model, config.param_dtype)
         if config.logits_bias:
@@ -59,8 +53,8 @@ class Transformer(nn.Module):
                 "logits_bias", nn.initializers.zeros, (config.vocab_size,), jnp.dtype(config.param_dtype)
             )
         if config.positions == "learned":
-            self.source_positions = self._make_positions()
-            self.target_positions = self._make_positions()
+            table = config.max_length, config.d_model, config.position_offset, config.param_dtype
+            self.source_positions, self.target_positions = LearnedPositions(*table), LearnedPositions(*table)
         self.dropout = nn.Dropout(config.residual_dropout)
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
@@ -106,10 +100,7 @@ class Transformer(nn.Module):
         tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> tuple[Float[Array, "b t d_model"], Unembedding]:
-        """Return the decoder's output and the unembedding, for a loss that computes the logits in chunks.
-
-        The arguments are those of a call.
-        """
+        """Return the decoder's output and the unembedding, for a loss that computes the logits in chunks."""
         if (src_segments is None) != (tgt_segments is None):
             raise ValueError("segments are given for one side only. Pass both src_segments and tgt_segments.")
         if src_segments is not None and (src_mask is not None or tgt_mask is not None):
@@ -135,7 +126,7 @@ class Transformer(nn.Module):
         """Return the encoder's output, `memory`; see `__call__` for the arguments."""
         if src_mask is None:
             src_mask = padding_mask(src, self.config.pad_id) if segments is None else segment_mask(segments, segments)
-        x = self._source_embedding(src) + self._positions("source", src.shape[1], segments)
+        x = self.source_embedding(src) + self._positions("source", src.shape[1], segments)
         return self.encoder(self.dropout(x, deterministic=deterministic), src_mask, deterministic=deterministic)
 
     def decode(
@@ -148,10 +139,7 @@ class Transformer(nn.Module):
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
-        """Return the logits of the next token at each target position, from the encoder's output.
-
-        See `__call__` for the arguments.
-        """
+        """Return the logits of the next token at each target position, from the encoder's output; see `__call__`."""
         x = self.decode_hidden(
             tgt_in, memory, src_mask, tgt_mask=tgt_mask, segments=segments, deterministic=deterministic
         )
@@ -167,10 +155,7 @@ class Transformer(nn.Module):
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
-        """Return the decoder's output at each target position, from the encoder's output.
-
-        See `__call__` for the arguments.
-        """
+        """Return the decoder's output at each target position, from the encoder's output; see `__call__`."""
         length = tgt_in.shape[1]
         if tgt_mask is None and segments is not None:
             tgt_mask = causal_mask(length) & segment_mask(segments, segments)
@@ -190,19 +175,11 @@ class Transformer(nn.Module):
         beam_size: int = 1,
         capacity: int | None = None,
     ) -> Cache:
-        """Return an empty cache for k hypotheses of each sentence, with the keys and values of `memory`.
+        """Return an empty cache for `beam_size` hypotheses of each sentence, with the keys and values of `memory`.
 
-        Args:
-            memory: Output of the encoder.
-            src_mask: Which source positions may be attended to.
-            max_length: Number of positions that will be decoded.
-            beam_size: k, the number of hypotheses of each sentence.
-            capacity: Number of positions to allocate before the cache is resized; None: `max_length`.
-
-        Raises:
-            UserError: `max_length` exceeds the learned position table.
+        It has `capacity` positions, by default all `max_length`; `resize_cache` adds the others.
         """
-        self._positions("target", max_length)  # raises here, and not when a loop is compiled
+        self._positions("target", max_length)  # raises UserError here, and not when a loop is compiled
         size, b, capacity = self.config.decoder, len(memory), capacity or max_length
         key, value = (
             jnp.zeros((b * size.num_heads, capacity * beam_size, width), memory.dtype) for width in (size.d_k, size.d_v)
@@ -216,14 +193,11 @@ class Transformer(nn.Module):
         )
 
     def decode_step(self, tokens: Int[Array, " rows"], cache: Cache) -> tuple[Float[Array, "rows v"], Cache]:
-        """Decode one position: read one token per row, and return the logits of the next token and the next cache.
+        """Read the last token of each row, and return the logits of its next token, at least float32, and the cache.
 
-        The first call reads the start token. Logits are at least float32. The position is a traced value, so decoding
-        beyond the cache's capacity is not detected. The parameters are the result of `prepare_for_decoding`.
-
-        Args:
-            tokens: The last token of each of b * k rows: row i is hypothesis i % k of sentence i // k.
-            cache: The result of `init_cache` or of the previous step.
+        Row i is hypothesis i % k of sentence i // k. The first call reads the start token. The position is a traced
+        value, so decoding beyond the cache's capacity is not detected. The parameters are the result of
+        `prepare_for_decoding`.
         """
         b, k, capacity = cache.ancestry.shape
         x = self._embed_target(tokens.reshape(b, k), cache.position[None, None])
@@ -241,26 +215,10 @@ class Transformer(nn.Module):
             logits += self.logits_bias.astype(logits.dtype)[None]
         return logits, cache._replace(position=cache.position + 1, past=past, ancestry=ancestry)
 
-    def _make_embedding(self, rows: int) -> Embedding:
-        config = self.config
-        return Embedding(
-            rows, config.d_model, config.scale_embeddings, config.initialization, config.dtype, config.param_dtype
-        )
-
-    def _make_positions(self) -> LearnedPositions:
-        config = self.config
-        return LearnedPositions(config.max_length, config.d_model, config.position_offset, config.param_dtype)
-
-    def _source_embedding(self, src: Int[Array, "b s"]) -> Float[Array, "b s d_model"]:
-        return (self.embedding if self.config.tie_embeddings == "all" else self.source_embedding)(src)
-
-    def _target_table(self) -> Embedding:
-        return self.embedding if self.config.tie_embeddings == "all" else self.target_embedding
-
     def _embed_target(self, tokens: Int[Array, "b t"], positions: Int[Array, "#b #t"]) -> Float[Array, "b t d_model"]:
-        x = self._target_table()(tokens)
-        if self.config.decoder_start == "zeros":
-            return mask_start(x, positions)
+        x = self.target_embedding(tokens)
+        if self.config.decoder_start == "zeros":  # tensor2tensor's first input
+            return jnp.where((positions == 0)[..., None], jnp.zeros_like(x), x)
         return x
 
     def _positions(
@@ -270,24 +228,21 @@ class Transformer(nn.Module):
         config = self.config
         if config.positions == "learned":
             learned = self.source_positions if side == "source" else self.target_positions
-            if segments is not None:
-                return learned.at(segment_positions(segments)).astype(config.dtype)
-            return position_vectors(config, length, learned.table)[None]
-        table = position_vectors(config, length)
+            x = learned(length)[None] if segments is None else learned.at(segment_positions(segments))
+            return x.astype(config.dtype)
+        sines = sinusoids(length, config.d_model, config.positions, config.position_exponent, config.position_offset)
+        table = jnp.asarray(sines, jnp.promote_types(config.dtype, jnp.float32)).astype(config.dtype)
         return table[None] if segments is None else jnp.take(table, segment_positions(segments), axis=0)
 
     def unembedding(self) -> Unembedding:
         """Return the parameters that map the decoder's output to logits."""
         is_tied = self.config.tie_embeddings != "none"
-        table = self._target_table().table if is_tied else self.output_projection.kernel.T
+        table = self.target_embedding.table if is_tied else self.output_projection.kernel.T
         return Unembedding(table, self.logits_bias if self.config.logits_bias else None)
 
 
 class OutputProjection(nn.Module):
-    """Project the decoder's output to logits, in a model that does not tie this projection to an embedding table.
-
-    Parameters: `kernel` [d_model, vocab_size].
-    """
+    """Own the `kernel` [d_model, vocab_size] of the logits, in a model that does not tie it to an embedding table."""
 
     vocab_size: int
     d_model: int
@@ -305,7 +260,7 @@ def attention_maps(
     """Return the attention weights of every layer: {"encoder/layer_0/self_attention": ..., ...}.
 
     Args:
-        model: The model.
+        model: The model, whose dropout stays off.
         params: Its parameters.
         src: Source token ids.
         tgt_in: Target token ids that the decoder reads.
@@ -323,23 +278,14 @@ def attention_maps(
 def prepare_for_decoding(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
     """Return the parameters in the layout and dtypes that `Transformer.decode_step` computes with.
 
-    Args:
-        params: The model's parameters.
-        config: The model.
-        int8: Round the matrices of the decoder and of the logits to 8 bits (`quantize`). Embeddings, norms, biases and
-            the encoder stay unchanged.
-
-    Returns:
-        The parameters with converted kernels in the decoder; the queries, keys and values of a self-attention have one
-        kernel. `logits_matrix` maps hidden states to logits, with the vocabulary last.
+    Queries, keys and values of a self-attention get one kernel, and `logits_matrix` maps hidden states to logits. With
+    `int8` the matrices of the decoder and of the logits are rounded to 8 bits (`quantize`).
     """
-    decoder = {}
-    for name, layer in params["decoder"].items():
-        decoder[name] = layer
-        if name != "final_norm":
-            attention = layer["self_attention"]
-            fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
-            decoder[name] = layer | {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
+    decoder = dict(params["decoder"])
+    for name in decoder.keys() - {"final_norm"}:
+        attention = decoder[name]["self_attention"]
+        fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
+        decoder[name] |= {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
     table = params["embedding" if config.tie_embeddings == "all" else "target_embedding"]["table"]
     matrix = params["output_projection"]["kernel"] if config.tie_embeddings == "none" else table.T
     return params | {
