@@ -21,7 +21,7 @@ class Alignment(NamedTuple):
     source_tokens: tuple[str, ...]
     target_tokens: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]
-    """(index of a source token, index of a target token), one for each target token."""
+    """(source index, target index) for each target token."""
 
 
 def align(
@@ -32,8 +32,7 @@ def align(
 ) -> list[list[Alignment]]:
     """Align each target token with the source token that it attends to most, by one layer's mean over its heads.
 
-    The decoder reads the translations once more. The attention of a target token is that of the position that generates
-    it; an ensemble takes the mean over its members.
+    The attention of a target token is that of the position that generates it. An ensemble takes its members' mean.
 
     Args:
         translator: The model.

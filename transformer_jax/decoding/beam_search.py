@@ -47,8 +47,7 @@ class Rule(NamedTuple):
     only_best_k: bool
     """Count an end only among the k best continuations of a step, not among all 2k."""
     ends_at_limit: bool
-    """Count the k best hypotheses at the limit as finished even without EOS. Otherwise they rank after all that have
-    EOS."""
+    """Count the k best hypotheses at the limit as finished even without EOS, instead of ranking them after the rest."""
     renormalize_logits: bool
     """Exclude forbidden tokens from the softmax, instead of masking them after it."""
 
@@ -65,10 +64,7 @@ def _paper_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSpec) ->
 
 
 def _huggingface_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSpec) -> Bool[Array, " b"]:
-    """Stop when k have finished and the best live hypothesis, scored at its current length, beats none of them.
-
-    This is a heuristic: under a penalty that grows with the length, a live hypothesis can still improve its score.
-    """
+    """Stop when k have finished and the best live hypothesis, scored at its current length, beats none of them."""
     worst = beam.finished.scores[:, -1]
     return (worst > -jnp.inf) & (worst >= spec.score(beam.live.log_probs[:, 0], length))
 

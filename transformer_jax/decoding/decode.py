@@ -39,17 +39,7 @@ def search_spec(
     forbidden_ids: Sequence[int] = (),
     prefix: Any = None,
 ) -> SearchSpec:
-    """Return the search specification of a model and its decoding settings.
-
-    Args:
-        config: The model, for its special ids.
-        decoding: The decoding settings.
-        max_lengths: Maximum number of tokens of each output `b`, including EOS; 0 for a row that is only padding.
-        max_length: Upper bound of `max_lengths`: the width of the result.
-        n_best: Number of hypotheses that a beam search returns for each row.
-        forbidden_ids: Ids that are never generated, in addition to padding.
-        prefix: Tokens `b p` that each output begins with; negative after the last token of a prefix.
-    """
+    """Return the search specification of a model and its decoding settings; see `SearchSpec` for the other fields."""
     return SearchSpec(
         max_lengths=max_lengths,
         max_length=max_length,
@@ -76,13 +66,7 @@ def _compute_config(config: ModelConfig, quantization: Quantization) -> ModelCon
 
 @partial(jax.jit, static_argnames=("config", "quantization"))
 def prepare(params: Params, config: ModelConfig, quantization: Quantization = "none") -> Params:
-    """Convert parameters to the layout that `search` uses. Convert once, then pass the result to every call.
-
-    Args:
-        params: The model's parameters.
-        config: The model.
-        quantization: Precision of the weights, as in `DecodingConfig.quantization`.
-    """
+    """Convert parameters to the layout that `search` uses. Convert once, then pass the result to every call."""
     config = _compute_config(config, quantization)
     if quantization == "bfloat16":
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -102,18 +86,10 @@ def search(
 ) -> SearchResult:
     """Encode the sources once, then run greedy search (beam size 1), beam search or sampling with a key-value cache.
 
-    Args:
-        params: The model's parameters, or the result of `prepare`, which saves the conversion in each call. A tuple of
-            prepared parameters is an ensemble: the probability of a token is the mean of its members' probabilities.
-        src: Source token ids.
-        spec: What to generate; see `search_spec`.
-        model: The model, or the models of the ensemble, which have equal special ids and vocabulary sizes.
-        quantization: Precision of the weights, as in `prepare`.
-        sampling: Distribution to sample from, instead of searching for the most probable hypothesis.
-        keys: One random key per sample; required with `sampling`.
-
-    Raises:
-        UserError: `spec.max_length` exceeds the learned position table.
+    `prepare` saves the conversion of the parameters in each call. Tuples of prepared parameters and models are an
+    ensemble: the probability of a token is the mean of its members' probabilities. With `sampling` and one random key
+    per sample, hypotheses are sampled from that distribution. Raises UserError if `spec.max_length` exceeds the learned
+    position table.
     """
     if isinstance(model, Transformer):
         model = (model,)
@@ -127,12 +103,12 @@ def search(
         _start(prepared, src, _compute_config(member.config, quantization), num_samples, cache_options)
         for prepared, member in zip(params, model, strict=True)
     ]
+    step_fns, caches = zip(*members, strict=True)
 
     def step_fn(tokens: Int[Array, " rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
-        steps = [step(tokens, cache) for (step, _), cache in zip(members, caches, strict=True)]
+        steps = [step(tokens, cache) for step, cache in zip(step_fns, caches, strict=True)]
         return mean_of_probabilities([logits for logits, _ in steps]), tuple(cache for _, cache in steps)
 
-    caches = tuple(cache for _, cache in members)
     if sampling is not None:
         assert keys is not None  # the caller's contract; for the type checker
         return sample(step_fn, caches, spec, sampling, keys, resize_fn=_for_each(resize_cache))
@@ -181,11 +157,7 @@ class Member(NamedTuple):
 
 
 def run_params(run_dir: RunDir, config: Config) -> Params:
-    """Return the parameters of a run's checkpoint that `decoding.checkpoint` names.
-
-    Raises:
-        UserError: The run has no such checkpoint.
-    """
+    """Return the parameters of a run's checkpoint that `decoding.checkpoint` names."""
     checkpoint = resolve_checkpoint(run_dir, config.decoding.checkpoint, config.training.best_by)
     return load_params(checkpoint, abstract_params(config.model))
 
@@ -193,23 +165,12 @@ def run_params(run_dir: RunDir, config: Config) -> Params:
 def load_member(
     run: str | Path, first: RunDir, config: Config, tokenizers: TokenizerPair, checkpoint: str | None
 ) -> Member:
-    """Load another run for an ensemble with a first run.
-
-    Args:
-        run: The other run's folder.
-        first: The first run.
-        config: The first run's configuration.
-        tokenizers: The first run's tokenizers.
-        checkpoint: Which parameters to load; None: what the other run's configuration names.
-
-    Raises:
-        UserError: The run or checkpoint does not exist, or the runs have different vocabularies.
-    """
+    """Load another run for an ensemble with a first run; a checkpoint of None is what its own configuration names."""
     run_dir, refusal = RunDir(Path(run)), f"{run} cannot be in an ensemble with {first.path}: "
     own = run_dir.load_config()
     for name in _SHARED_FIELDS:
-        if getattr(own.model, name) != getattr(config.model, name):
-            there, here = getattr(own.model, name), getattr(config.model, name)
+        there, here = getattr(own.model, name), getattr(config.model, name)
+        if there != here:
             raise UserError(f"{refusal}model.{name} is {there} there and {here} here")
     if TokenizerPair.load(run_dir.tokenizer) != tokenizers:
         raise UserError(f"{refusal}their tokenizers are not the same")

@@ -34,8 +34,7 @@ def sample(
     """Sample n hypotheses per sentence, token by token and independently of each other.
 
     Args:
-        step_fn: Maps the last token of each row and a state to logits and the next state; see `greedy_search`. There
-            are b * n rows: row i is sample i % n of sentence i // n.
+        step_fn: As for `greedy_search`. There are b * n rows: row i is sample i % n of sentence i // n.
         state: The initial state, for b * n rows.
         spec: Limits, special tokens and length penalty; the fields of the beam are ignored.
         sampling: Distribution to sample from.
@@ -63,14 +62,7 @@ def sample(
 
 
 def sample_keys(seed: int, lines: Sequence[int], num_rows: int, n: int) -> Key[Array, "{num_rows} {n}"]:
-    """Return one random key for each of n samples of each row, a function of the seed, the row's line and the sample.
-
-    Args:
-        seed: From 0 to 2^32 - 1.
-        lines: Index of the line of each row. Rows beyond the last line are padding.
-        num_rows: Number of rows.
-        n: Number of samples per row.
-    """
+    """Return a key for each of n samples of each row, a function of seed, line and sample; last rows may be padding."""
     padded = np.zeros(num_rows, np.uint32)
     padded[: len(lines)] = lines
     fold_in = jax.vmap(jax.random.fold_in, (None, 0))
@@ -78,22 +70,9 @@ def sample_keys(seed: int, lines: Sequence[int], num_rows: int, n: int) -> Key[A
 
 
 def sample_tokens(
-    logits: Float[Array, "rows v"],
-    keys: Key[Array, " rows"],
-    sampling: Sampling,
-    constraints: Constraints,
+    logits: Float[Array, "rows v"], keys: Key[Array, " rows"], sampling: Sampling, constraints: Constraints
 ) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
-    """Sample one token per row.
-
-    Args:
-        logits: Logits of the next token.
-        keys: One random key per row.
-        sampling: Distribution to sample from.
-        constraints: Which tokens may be generated.
-
-    Returns:
-        log P of each token at temperature 1 and without truncation, -inf if no token may be generated; and its id.
-    """
+    """Sample one token per row; return its log P under the model itself, -inf if none may be generated, and its id."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     masked, normalizer = mask_logits(logits, constraints)
     ids, values = None, masked / sampling.temperature

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -30,13 +29,7 @@ def length_penalty(kind: LengthPenalty, length: ArrayLike, alpha: float) -> Floa
         power   length^alpha                fairseq, Hugging Face, CTranslate2
         none    1
 
-    Args:
-        kind: Which formula.
-        length: Number of tokens of the hypothesis, including EOS and excluding the start token; any shape.
-        alpha: The exponent. With alpha 0 every penalty is 1.
-
-    Returns:
-        The penalty in the shape of `length` and JAX's default float type.
+    A length counts tokens, including EOS and excluding the start token. The result is in JAX's default float type.
 
     >>> [round(float(length_penalty("gnmt", n, 0.6)), 4) for n in (1, 7)]
     [1.0, 1.5157]
@@ -52,14 +45,6 @@ def length_penalty(kind: LengthPenalty, length: ArrayLike, alpha: float) -> Floa
     raise ValueError(f"length_penalty={kind!r} is unknown. Use 'gnmt', 'power' or 'none'.")
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["max_lengths", "prefix"],
-    meta_fields=[
-        *("max_length", "start_id", "eos_id", "pad_id", "beam_size", "n_best", "alpha", "length_penalty", "stopping"),
-        *("min_length", "forbidden_ids", "renormalize_logits", "cache_sizes"),
-    ],
-)
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchSpec:
     """What a search may generate, how it ranks hypotheses and when it stops.
@@ -99,8 +84,7 @@ class SearchSpec:
     prefix: Int[Array | np.ndarray, "b p"] | None = None
     """Tokens that each sentence begins with, whatever their probability. Negative after the last token of a prefix."""
     cache_sizes: tuple[int, ...] = ()
-    """Capacities below `max_length`, ascending, between which the state is resized. The cost of a step depends on the
-    current capacity. The initial state has the first of these capacities."""
+    """Capacities below `max_length`, ascending, to which the state is resized. The initial state has the first one."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.n_best <= self.beam_size:
@@ -133,6 +117,11 @@ class SearchSpec:
         return Constraints(forbidden, self.pad_id, self.renormalize_logits, forced)
 
 
+_DATA_FIELDS = ["max_lengths", "prefix"]
+_META_FIELDS = [item.name for item in dataclasses.fields(SearchSpec) if item.name not in _DATA_FIELDS]
+jax.tree_util.register_dataclass(SearchSpec, _DATA_FIELDS, _META_FIELDS)
+
+
 class SearchResult(NamedTuple):
     """n hypotheses of each sentence, best first."""
 
@@ -162,16 +151,10 @@ def best_hypotheses(hypotheses: SearchResult, n: int) -> SearchResult:
 
 
 def decode_loop(advance: Callable[[Any], Any], carry: Any, sizes: Sequence[int], resize_fn: ResizeFn) -> Any:
-    """Run `advance` until every sentence is done, in one compiled loop for each cache size.
+    """Run `advance` until every sentence is done, in one compiled loop for each cache size; return the last carry.
 
-    Args:
-        advance: One step: maps a carry with the fields `step`, `done` and `state` to the next carry.
-        carry: The initial carry, whose state has capacity for `sizes[0]` positions.
-        sizes: Ascending capacities; the last one is the maximum number of steps.
-        resize_fn: Resizes the state from one capacity to the next.
-
-    Returns:
-        The last carry, with `state` set to None.
+    A carry has the fields `step`, `done` and `state`; the state, which has capacity for `sizes[0]` positions at first,
+    is None in the result. The last of the ascending sizes is the maximum number of steps.
     """
     carry = jax.lax.while_loop(lambda carry: ~jnp.all(carry.done) & (carry.step < sizes[0]), advance, carry)
     if len(sizes) == 1:
@@ -199,7 +182,7 @@ def greedy_search(step_fn: StepFn, state: State, spec: SearchSpec, *, resize_fn:
 
     Args:
         step_fn: Maps the last token of each sentence and a state to logits `b v` and the next state, which has the
-            same structure, shapes and dtypes. It knows nothing of the search, and the search nothing of a model.
+            same structure, shapes and dtypes.
         state: The initial state.
         spec: Limits, special tokens and length penalty; the fields of the beam are ignored.
         resize_fn: Resizes the state to the next of `spec.cache_sizes`.

@@ -16,10 +16,9 @@ class Constraints(NamedTuple):
     forbidden: Bool[Array, " v"]
     """True for tokens that may not be generated."""
     pad_id: int
-    """Token id of padding, which is never generated. With `renormalize_logits`, padding is excluded from the softmax
-    only if `forbidden` includes it."""
+    """Token id of padding, which is never generated."""
     renormalize_logits: bool = False
-    """Exclude forbidden tokens from the softmax, instead of masking them after it."""
+    """Exclude `forbidden` tokens, but not padding, from the softmax, instead of masking them after it."""
     forced: Int[Array, " rows"] | None = None
     """The only token that each row may generate, even if it is forbidden. A negative value sets no constraint."""
 
@@ -27,18 +26,10 @@ class Constraints(NamedTuple):
 def top_k_tokens(
     logits: Float[Array, "rows v"], k: int, constraints: Constraints
 ) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """Return log P and ids of the k most probable next tokens of each row, best first.
+    """Return log P, in at least float32, and ids of the k most probable next tokens of each row, best first.
 
-    Of equally probable tokens the lower id comes first. A token that may not be generated has log P = -inf. The id of
-    an entry with log P = -inf is arbitrary.
-
-    Args:
-        logits: Logits of the next token.
-        k: Number of tokens to return, at most v.
-        constraints: Which tokens may be generated.
-
-    Returns:
-        Log-probabilities in at least float32, and token ids.
+    Of equally probable tokens the lower id comes first. A token that may not be generated has log P = -inf and an
+    arbitrary id.
     """
     forced = constraints.forced
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -60,10 +51,7 @@ def token_log_probs(logits: Float[Array, "rows v"], tokens: Int[Array, " rows"])
 def mask_logits(
     logits: Float[Array, "rows v"], constraints: Constraints
 ) -> tuple[Float[Array, "rows v"], Float[Array, "rows 1"]]:
-    """Return the logits with -inf for forbidden tokens and padding, and the log-normalizer of the softmax.
-
-    A masked logit minus the normalizer is log P of the token.
-    """
+    """Return the logits, -inf for forbidden tokens and padding, and the normalizer to subtract from them for log P."""
     forbidden = constraints.forbidden
     impossible = forbidden | (jnp.arange(logits.shape[-1]) == constraints.pad_id)
     normalized = jnp.where(forbidden[None], -jnp.inf, logits) if constraints.renormalize_logits else logits
@@ -71,10 +59,9 @@ def mask_logits(
 
 
 def top_k(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
-    """Return the k largest values of each row and their indices, as `jax.lax.top_k`, but fast on CPUs.
+    """Return what `jax.lax.top_k` does, but about 100 times faster on a CPU for a large vocabulary.
 
-    `jax.lax.top_k` takes about 100 times as long on a CPU for a large vocabulary. The indices of entries that are -inf
-    are arbitrary but distinct.
+    The indices of entries that are -inf are arbitrary but distinct.
     """
     if x.shape[1] <= _BLOCK:
         return _top_k_by_sort(x, k)

@@ -50,11 +50,7 @@ class Translator:
     def __init__(
         self, config: Config, params: Params, tokenizers: TokenizerPair, others: Sequence[Member] = ()
     ) -> None:
-        """Create a translator from what `load` reads.
-
-        Raises:
-            UserError: The tokenizers do not fit the models.
-        """
+        """Create a translator from what `load` reads; raise UserError if the tokenizers do not fit the models."""
         self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
         for member in self.members:
             tokenizers.check_fits(member.config)
@@ -98,8 +94,7 @@ class Translator:
 
     def with_decoding(self, **fields: Any) -> "Translator":
         """Return a translator with the same parameters and other decoding settings."""
-        decoding = dataclasses.replace(self.config.decoding, **fields)
-        config = dataclasses.replace(self.config, decoding=decoding)
+        config = dataclasses.replace(self.config, decoding=dataclasses.replace(self.config.decoding, **fields))
         return Translator(config, self.params, self.tokenizers, self._others)
 
     def translate(self, texts: Sequence[str], *, shared: bool = False) -> list[str]:
@@ -139,7 +134,8 @@ class Translator:
         """
         self._check_request(texts, n_best, prefixes, sampling, seed)
         all_rows, prefix_rows = self.encode(texts), self._encode_prefixes(prefixes, len(texts))
-        mine = set(_share(all_rows) if shared else range(len(all_rows)))
+        part = slice(jax.process_index(), None, jax.process_count()) if shared else slice(None)
+        mine = set(_longest_first(all_rows)[part])  # every n-th by length, so that all processes have equal work
         rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
         prepared, models = self._prepare(), tuple(Transformer(member.config) for member in self.members)
@@ -153,17 +149,8 @@ class Translator:
             lines = [first_line + index for index in indices]
             keys = None if sampling is None else sample_keys(seed, lines, len(src), n_best)
             spec = self._search_spec(src.shape, source_lengths, [prefix_rows[index] for index in indices], n_best)
-            result: SearchResult = jax.device_get(
-                search(
-                    prepared,
-                    src,
-                    spec,
-                    model=models,
-                    quantization=self.config.decoding.quantization,
-                    sampling=sampling,
-                    keys=keys,
-                )
-            )
+            options = {"quantization": self.config.decoding.quantization, "sampling": sampling, "keys": keys}
+            result: SearchResult = jax.device_get(search(prepared, src, spec, model=models, **options))
             return result
 
         batches = list(source_batches(rows, budget, self.config.model.pad_id, self.max_sequence_length))
@@ -181,19 +168,16 @@ class Translator:
         if shared:
             for gathered in gather([(index, results[index]) for index in mine]):
                 for index, hypotheses in gathered:
-                    results[index] = [
-                        Hypothesis(*fields)._replace(token_ids=tuple(fields[-1])) for fields in hypotheses
-                    ]
+                    results[index] = [Hypothesis._make((*fields, tuple(ids))) for *fields, ids in hypotheses]
         return results
 
     def _check_request(
         self, texts: Sequence[str], n_best: int, prefixes: Sequence[str] | None, sampling: Sampling | None, seed: int
     ) -> None:
-        """Raise UserError for arguments of `translate_n_best` that are not legal."""
-        if isinstance(texts, str):
-            raise UserError(f"texts is the string {texts!r:.80}; a list of strings is needed")
-        if isinstance(prefixes, str):
-            raise UserError(f"prefixes is the string {prefixes!r:.80}; a list of strings is needed")
+        """Raise UserError for illegal arguments of `translate_n_best`."""
+        for name, value in (("texts", texts), ("prefixes", prefixes)):
+            if isinstance(value, str):
+                raise UserError(f"{name} is the string {value!r:.80}; a list of strings is needed")
         if prefixes is not None and len(prefixes) != len(texts):
             raise UserError(f"{len(prefixes)} prefixes for {len(texts)} texts; each text needs one, which may be empty")
         beam_size = self.config.decoding.beam_size
@@ -239,19 +223,14 @@ class Translator:
         return self._prepared[1]
 
     def encode(self, texts: Sequence[str], *, warn: bool = True) -> list[list[int]]:
-        """Return the source token ids of each text, truncated to `max_source`; an empty list for an empty line.
-
-        Args:
-            texts: The lines.
-            warn: Warn of each line that is truncated. A caller that encodes lines a second time sets it to False.
-        """
+        """Return the source token ids of each text, truncated to `max_source`; an empty list for an empty line."""
         model, decoding = self.config.model, self.config.decoding
         longest, setting = min(
             (decoding.max_source, "decoding.max_source"), (self.max_sequence_length, "model.max_length")
         )
         start, end = [model.bos_id] * model.source_bos, [model.eos_id] * model.source_eos
         capacity = max(0, longest - len(start) - len(end))
-        encoded = self.tokenizers.source.encode([_well_formed(text) if text.strip() else "" for text in texts])
+        encoded = self.tokenizers.source.encode([_well_formed(text) for text in texts])
         for line, ids in enumerate(encoded, 1):
             if warn and len(ids) > capacity:
                 warnings.warn(
@@ -264,8 +243,7 @@ class Translator:
         """Return the token ids of each prefix, without EOS."""
         if prefixes is None:
             return [[]] * count
-        texts = [_well_formed(prefix) if prefix.strip() else "" for prefix in prefixes]
-        encoded = self.tokenizers.target.encode(texts)
+        encoded = self.tokenizers.target.encode([_well_formed(prefix) for prefix in prefixes])
         for line, ids in enumerate(encoded, 1):
             if len(ids) + 1 > self.max_sequence_length:
                 raise UserError(
@@ -276,42 +254,24 @@ class Translator:
 
     def _hypotheses(self, result: SearchResult) -> list[Hypothesis]:
         """Return the hypotheses of one sentence as text."""
-        ranks = [rank for rank in range(len(result.scores)) if np.isfinite(result.scores[rank])] or [0]
+        ranks = np.flatnonzero(np.isfinite(result.scores)).tolist() or [0]
         ids = [result.tokens[rank, : result.lengths[rank]].tolist() for rank in ranks]
-        texts = self.tokenizers.target.decode(ids)
-        return [
-            # Line breaks are replaced because readers of the output count lines.
-            Hypothesis(
-                text.replace("\n", " ").replace("\r", " "),
-                float(result.scores[rank]),
-                float(result.log_probs[rank]),
-                int(result.lengths[rank]),
-                tuple(row),
-            )
-            for rank, text, row in zip(ranks, texts, ids, strict=True)
-        ]
-
-
-def _share(rows: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rows that this process translates: every n-th by length, so that all processes have equal work."""
-    return _longest_first(rows)[jax.process_index() :: jax.process_count()]
+        # Line breaks are replaced because readers of the output count lines.
+        texts = [text.replace("\n", " ").replace("\r", " ") for text in self.tokenizers.target.decode(ids)]
+        numbers = [column[ranks].tolist() for column in (result.scores, result.log_probs, result.lengths)]
+        return [Hypothesis(*fields) for fields in zip(texts, *numbers, map(tuple, ids), strict=True)]
 
 
 def _well_formed(text: str) -> str:
-    """Return the text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    """Return the text with U+FFFD in place of lone surrogates, which UTF-8 cannot encode; "" if it is only spaces."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if text.strip() else ""
 
 
 def _budget(decoding: DecodingConfig, prepared: Sequence[Params]) -> tuple[int, int]:
     """Return the number of source tokens per batch and the number of batches to search at the same time.
 
-    On a CPU one loop of many small operations does not keep all cores busy, but several loops do. Small batches stay in
-    the cores' caches and wait less for their last sentence. If the weights exceed the caches, each batch reads them
-    again for the few products of a greedy step, so a larger batch is faster.
+    On a CPU several loops of many small operations keep all cores busy. Small batches stay in the caches and wait less
+    for their last sentence, unless weights that exceed the caches are read again for each batch's few greedy products.
     """
     if jax.default_backend() != "cpu":
         return decoding.batch_tokens, 1
@@ -324,7 +284,7 @@ def _budget(decoding: DecodingConfig, prepared: Sequence[Params]) -> tuple[int, 
 
 
 def padded_length(length: int) -> int:
-    """Return the padded length of a source: a multiple of 8 up to 64, then one of four lengths per power of two.
+    """Return a multiple of 8 up to 64, then one of four lengths per power of two, so that few shapes are compiled.
 
     >>> [padded_length(n) for n in (1, 8, 9, 64, 65, 200)]
     [8, 8, 16, 64, 80, 224]
@@ -343,16 +303,9 @@ def _longest_first(rows: Sequence[Sequence[int]]) -> list[int]:
 def source_batches(
     rows: Sequence[Sequence[int]], batch_tokens: int, pad_id: int, max_length: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield batches of sources of similar length, longest first, with one shape per padded length.
+    """Yield the indices and the padded ids of batches of non-empty rows of similar length, longest first.
 
-    Args:
-        rows: Token ids of each source. Empty rows are left out.
-        batch_tokens: Maximum number of tokens per batch, including padding.
-        pad_id: Padding.
-        max_length: The longest sequence that the model accepts.
-
-    Yields:
-        The indices of the batch's rows, and their ids `b s`. The last rows of the array may be padding.
+    There is one shape per padded length; the last rows of an array may be padding.
     """
     groups: dict[int, list[int]] = {}
     for index in _longest_first(rows):
@@ -369,16 +322,9 @@ def source_batches(
 def pair_batches(
     source_lengths: Sequence[int], target_lengths: Sequence[int], max_length: int, max_rows: Callable[[int, int], int]
 ) -> Iterator[tuple[list[int], tuple[int, int, int]]]:
-    """Yield batches of pairs of similar lengths, with one shape per combination of padded lengths.
+    """Yield batches of pairs of similar lengths: the indices, and (number of rows, source length, target length).
 
-    Args:
-        source_lengths: Number of tokens of each source.
-        target_lengths: Number of tokens of each target.
-        max_length: The longest sequence that the model accepts.
-        max_rows: Maps the two padded lengths to the number of pairs that memory suffices for.
-
-    Yields:
-        The indices of the batch's pairs; and its number of rows, source length and target length.
+    There is one shape per combination of padded lengths, for which `max_rows` returns how many pairs memory suffices.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, lengths in enumerate(zip(source_lengths, target_lengths, strict=True)):
