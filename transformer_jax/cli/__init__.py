@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from transformer_jax.cli.evaluate import Average, Evaluate, Score
-from transformer_jax.cli.experiments import Parsing, Table3
 from transformer_jax.cli.inspect import Attention, Doctor, Params, Plot
 from transformer_jax.cli.interop import Compare, Export, Import
 from transformer_jax.cli.parsing import arg, flag_of, parse, parse_known, positionals, switches
 from transformer_jax.cli.session import GlobalOptions, session
-from transformer_jax.cli.train import Train, train_defaults
+from transformer_jax.cli.train import Parsing, Table3, Train, train_defaults
 from transformer_jax.cli.translate import Translate
 from transformer_jax.config import Config
 
@@ -35,11 +34,7 @@ class CommandLine:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, 1 after a failure, 2 after invalid usage.
-
-    Args:
-        args: Arguments without the name of the program. None uses those of the process.
-    """
+    """Run a command and return its exit status: 0, 1 after a failure, 2 after invalid usage."""
     words = list(sys.argv[1:] if args is None else args)
     return session(lambda: _run(words), show_traceback="--traceback" in words)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, RunFolder, arg, given
 from transformer_jax.cli.session import processes
 from transformer_jax.runtime.distributed import Cluster, is_main_process
 from transformer_jax.runtime.files import JsonObject, to_json
@@ -105,8 +105,7 @@ class Evaluate:
 class Score:
     """Print the log-probability that a run assigns to each translation of a file."""
 
-    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    run_folder: RunFolder
     source: Path
     """Text file of sentences."""
     target: Path
@@ -133,8 +132,7 @@ class Score:
 class Average:
     """Average the parameters of checkpoints (paper section 6.1), for --checkpoint average."""
 
-    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    run_folder: RunFolder
     last: int | None = None
     """Number of last checkpoints. None uses 5 if no other flag selects checkpoints."""
     minutes: float | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.parsing import CheckpointFlag, Positional, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, Positional, RunFolder, arg, given
 from transformer_jax.runtime.files import check_writable, to_json
 from transformer_jax.types import UserError
 
@@ -13,8 +13,7 @@ from transformer_jax.types import UserError
 class Attention:
     """Draw what the model attends to: a page that needs no server, or a picture."""
 
-    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    run_folder: RunFolder
     sentence: Annotated[Positional[str], arg(metavar="SENTENCE")]
     """Sentence to translate."""
     output: Path

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.parsing import CheckpointFlag, ModelFlags, Positional, UsageError, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, ModelFlags, Positional, RunFolder, UsageError, arg, given
 from transformer_jax.presets import load_recipe
 from transformer_jax.types import UserError
 
@@ -53,8 +53,7 @@ class Import:
 class Export:
     """Write a run in the format of another library."""
 
-    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    run_folder: RunFolder
     format: Annotated[Literal["safetensors", "torch", "marian", "ctranslate2"], arg(name="to")]
     """Format to write."""
     output: Path

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -17,7 +18,7 @@ from transformer_jax.types import UserError
 
 T = TypeVar("T")
 
-PROGRAM = "transformer-jax"
+RunFolder = Annotated[Positional[Path], arg(metavar="RUN", help="Folder of the run.")]
 _OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.CascadeSubcommandArgs)  # global flags may follow the command
 
 
@@ -40,12 +41,7 @@ RENAMED_FLAGS = {
 
 
 def parse(cls: type[T], args: Sequence[str], default: T | None = None) -> T:
-    """Parse a command line.
-
-    Args:
-        cls: Dataclass whose docstrings are the help texts.
-        args: Arguments without the name of the program.
-        default: Default values of the fields. None uses the defaults of `cls`.
+    """Parse a command line into the dataclass `cls`, whose docstrings are the help texts.
 
     Raises:
         UsageError: A dataclass rejected the values.
@@ -53,7 +49,7 @@ def parse(cls: type[T], args: Sequence[str], default: T | None = None) -> T:
     """
     missing = tyro.MISSING_NONPROP if default is None else default
     try:
-        return tyro.cli(cls, prog=PROGRAM, args=args, default=missing, config=_OPTIONS)
+        return tyro.cli(cls, prog="transformer-jax", args=args, default=missing, config=_OPTIONS)
     except UserError as error:  # of a constructor, if tyro does not report it
         raise UsageError(str(error)) from error
     except SystemExit as error:
@@ -78,13 +74,7 @@ def switches(*classes: type) -> set[str]:
 def positionals(args: Sequence[str], without_value: Collection[str], with_list: Collection[str]) -> Iterator[str]:
     """Yield the arguments that are neither flags nor values of flags.
 
-    Args:
-        args: Arguments.
-        without_value: Flags that take no value.
-        with_list: Flags that take any number of values. Every other flag takes one value.
-
-    Raises:
-        UsageError: A flag that takes no value has one, as in `--deterministic=True`.
+    Flags `with_list` take any number of values, and those neither there nor in `without_value` take one.
     """
     expects_value = None  # the flag whose values follow
     for index, item in enumerate(args):
@@ -106,16 +96,11 @@ def positionals(args: Sequence[str], without_value: Collection[str], with_list: 
 def _overrides(
     cls: type, name: str, fields: Collection[str] = (), default: str = "the run's own", pairs: bool = True
 ) -> type:
-    """Return a dataclass whose flags replace fields of the dataclass `cls`. None stands for an unused flag.
+    """Return a dataclass whose flags replace fields of the section `cls`. None stands for an unused flag.
 
-    `cls` is a base class so that tyro finds its docstrings.
-
-    Args:
-        cls: Section of the configuration. Unless `fields` selects some, its constructor checks the values.
-        name: Name of the new dataclass.
-        fields: Fields that have flags. Empty uses all fields.
-        default: Description of the default in help texts.
-        pairs: Whether a field of type bool becomes two flags, `--field` and `--no-field`, instead of one with a value.
+    `cls` is a base class so that tyro finds its docstrings. Its constructor checks the values, unless `fields` selects
+    some of its fields. With `pairs`, a field of type bool becomes two flags, `--field` and `--no-field`, instead of one
+    with a value. Help texts describe the default by `default`.
     """
     members: list[tuple[str, object, object]] = []
     hint = arg(help_behavior_hint=f"(default: {default})" if default else None)

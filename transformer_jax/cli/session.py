@@ -11,14 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from transformer_jax.cli.parsing import UsageError
-from transformer_jax.runtime.distributed import (
-    Cluster,
-    abort,
-    initialize,
-    is_multiprocess,
-    logs_notices,
-    process_label,
-)
+from transformer_jax.runtime.distributed import Cluster, abort, initialize, is_multiprocess, logs_notices, process_label
 from transformer_jax.runtime.environment import make_deterministic, tune_malloc, use_compilation_cache
 from transformer_jax.types import UserError, first_line, printable
 
@@ -61,15 +54,8 @@ _CAUSES = {
 def session(command: Callable[[], int | None], *, show_traceback: bool = False) -> int:
     """Run a command: log lines to stderr, and turn an exception into lines on stderr and an exit status.
 
-    The traceback is hidden for UserError and for failures of the machine such as a full disk. Every other exception is
-    a defect of the program and shows it.
-
-    Args:
-        command: Function that returns its exit status. None means 0.
-        show_traceback: Whether to show the traceback of every exception.
-
-    Returns:
-        The exit status: 0, 1 after a failure, 2 after invalid usage.
+    The traceback is hidden for UserError and for failures of the machine such as a full disk, unless `show_traceback`
+    asks for it. Every other exception is a defect of the program and shows it.
     """
     with _lines_on_stderr():
         try:
@@ -150,8 +136,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: object, *
 def processes(cluster: Cluster) -> Iterator[bool]:
     """Connect the processes of a cluster and yield whether there are several.
 
-    Libraries such as Gloo print to file descriptor 1 when processes connect. These lines are redirected to stderr,
-    because stdout is for results.
+    What libraries such as Gloo print to file descriptor 1 goes to stderr, because stdout is for results.
     """
     if not initialize(cluster):
         yield False

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
-from transformer_jax.cli.parsing import DecodingFlags, Positional, SamplingFlags, UsageError, arg, flag_of, given
+from transformer_jax.cli.parsing import (
+    DecodingFlags,
+    RunFolder,
+    SamplingFlags,
+    UsageError,
+    arg,
+    flag_of,
+    given,
+)
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Sampling
 from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
@@ -31,8 +39,7 @@ logger = logging.getLogger(__name__)
 class Translate:
     """Read lines from stdin and write a translation of each to stdout. On a terminal, answer each line at once."""
 
-    run_folder: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder of the run."""
+    run_folder: RunFolder
     n_best: int = 1
     """Number of translations per line, at most the beam size, or number of samples. Several are written as
     `LINE ||| TEXT ||| SCORE`."""

@@ -30,13 +30,11 @@ class CorpusScores:
 
 @dataclass(frozen=True)
 class Resampled:
-    """A score, and its distribution over bootstrap samples of the sentences."""
+    """A score (BLEU or chrF2), and its distribution over bootstrap samples of the sentences."""
 
     metric: str
-    """BLEU or chrF2."""
     score: float
     mean: float
-    """Mean over the samples."""
     interval: float
     """Half the width of the 95 % confidence interval around the mean."""
     p_value: float | None
@@ -58,34 +56,27 @@ def score_corpus(
     Raises:
         UserError: The numbers of references and translations differ, both are zero, or the tokenization is unknown.
     """
-    bleu_score, bleu_signature = bleu(translations, references, tokenize, lowercase)
-    chrf = CHRF(lowercase=lowercase)
-    chrf_score = chrf.corpus_score(list(translations), [list(references)]).score
+    bleu_scores = bleu(translations, references, tokenize, lowercase)
+    chrf_scores = _score(CHRF(lowercase=lowercase), translations, references)
     folded = [[text.lower() if lowercase else text for text in texts] for texts in (translations, references)]
     equal = sum(translation == reference for translation, reference in zip(*folded, strict=True))
-    return CorpusScores(
-        bleu=bleu_score,
-        bleu_signature=bleu_signature,
-        chrf=chrf_score,
-        chrf_signature=str(chrf.get_signature()),
-        exact_match=100 * equal / len(references),
-        num_sentences=len(references),
-    )
+    return CorpusScores(*bleu_scores, *chrf_scores, 100 * equal / len(references), len(references))
 
 
 def bleu(
     translations: Sequence[str], references: Sequence[str], tokenize: str = "13a", lowercase: bool = False
 ) -> tuple[float, str]:
-    """Return corpus BLEU and its signature; arguments and errors are those of `score_corpus`.
-
-    With `none` the arithmetic is multi-bleu's, except that n-gram lengths without a match are smoothed.
-    """
+    """Return corpus BLEU and its signature. With `none` the arithmetic is multi-bleu's, but smoothed."""
     check_tokenization(tokenize)
     if len(translations) != len(references) or not references:
         raise UserError(
             f"{len(translations)} translations and {len(references)} references; the numbers must be equal and positive"
         )
-    metric = BLEU(tokenize=tokenize, lowercase=lowercase, force=True)
+    return _score(BLEU(tokenize=tokenize, lowercase=lowercase, force=True), translations, references)
+
+
+def _score(metric: BLEU | CHRF, translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """Return the corpus score and the signature of a metric, which knows its signature once it has scored."""
     return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
 
 
@@ -98,8 +89,7 @@ def resample(
 ) -> dict[str, list[Resampled]]:
     """Return bootstrap intervals of BLEU and chrF, and the paired test against the first system (Koehn 2004).
 
-    `systems` are translations by the name of their system, and the result has BLEU and chrF of each. The samples depend
-    only on the environment variable SACREBLEU_SEED.
+    `systems` are translations by system. The samples depend only on the environment variable SACREBLEU_SEED.
     """
     metrics = {
         "BLEU": BLEU(tokenize=tokenize, lowercase=lowercase, force=True, references=[list(references)]),
@@ -140,20 +130,12 @@ class Variant:
 def bleu_variants(
     translations: Sequence[str], references: Sequence[str], *, language: str, is_tokenized: bool
 ) -> list[Variant]:
-    """Return BLEU as it is usually computed, and as the paper computed it: seven variants.
+    """Return seven variants of BLEU, as it is usually computed and as the paper computed it.
 
-        sacreBLEU 13a, intl    on untokenized text, cased and lower-cased. A tokenized corpus is detokenized by Moses'
-                               rules first.
-        tokens                 on tokens, cased and lower-cased, with multi-bleu's arithmetic: the tokens of the corpus,
-                               or Moses' tokens of text.
-        paper                  on tokens with plain quotes and with compounds split at their hyphens, cased: the script
-                               that was released with the paper. Higher than 13a.
-
-    Args:
-        translations: Translations, one line each.
-        references: References, one for each translation.
-        language: Two-letter code of the language of both.
-        is_tokenized: Whether the lines are tokens separated by spaces.
+    - sacreBLEU 13a and intl, cased and lower-cased, on text; Moses' rules detokenize a tokenized corpus first.
+    - BLEU on tokens, cased and lower-cased, with multi-bleu's arithmetic: those of the corpus, or Moses' tokens of text.
+    - The script that was released with the paper: tokens with plain quotes and with compounds split at their hyphens,
+      cased. Higher than 13a.
     """
     moses, sides = Moses(language), (list(translations), list(references))
     if is_tokenized:
@@ -206,7 +188,7 @@ class Moses:
     """
 
     def __init__(self, language: str) -> None:
-        """Take a two-letter code. Moses uses the rules of English for a language that it does not have."""
+        # A two-letter code. Moses uses the rules of English for a language that it does not have.
         self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
 
     def tokenize(self, texts: Sequence[str]) -> list[str]:
@@ -214,7 +196,7 @@ class Moses:
         return [self._tokenizer.tokenize(text, return_str=True) for text in texts]
 
     def detokenize(self, texts: Sequence[str]) -> list[str]:
-        """Join tokens into plain text. The result may differ from the text before tokenization."""
+        """Join tokens into plain text, which may differ from the text before tokenization."""
         return [self._detokenizer.detokenize(text.split()) for text in texts]
 
 

@@ -55,15 +55,12 @@ def evaluate_runs(
         lowercase: Whether to compute the main score without case.
         num_samples: Number of bootstrap samples. 0 disables intervals.
         ensemble: Other runs, which translate together with each of `runs`.
-        language: Two-letter code of the language whose Moses rules tokenize. None uses each run's
-            `data.target_language`.
-        output: File for the translations, one per line, detokenized if the corpus is tokenized. With several runs, the
-            last one's translations remain.
+        language: Two-letter code of the language of Moses' rules. None uses each run's `data.target_language`.
+        output: File for the translations of the last run, one per line, detokenized if the corpus is tokenized.
         decoding: Replacements for fields of the runs' `decoding` sections.
 
     Yields:
-        The result of each run. If it was scored on the references and the tokenization of the first run, the result
-        includes the significance of the difference.
+        The result of each run, with the significance of its difference to the first one if they are comparable.
 
     Raises:
         UserError: A run, checkpoint or split does not exist, or the output cannot be written.
@@ -97,7 +94,6 @@ def evaluate_runs(
 def _load(
     run: str | Path, pairs: Pairs | None, split: str, ensemble: Sequence[str | Path], decoding: Mapping[str, object]
 ) -> tuple[Translator, Pairs]:
-    """Load a run, and a split of its corpus unless pairs are given."""
     translator = Translator.load(run, ensemble=ensemble, **decoding)
     if pairs is not None:
         check_direction(translator, pairs)
@@ -113,17 +109,11 @@ def _load(
 def _resampled(
     evaluation: CorpusEvaluation, first: CorpusEvaluation | None, tokenize: str, lowercase: bool, num_samples: int
 ) -> list[JsonObject]:
-    """Return the intervals of a run's scores, and the significance of the difference to the first run.
-
-    Without a first run, or if its references or its tokenization are others, there is no significance.
-    """
+    """Return the intervals of a run's scores, and the significance of the difference to a comparable first run."""
     systems = {"this": evaluation.translations}
-    if (
-        first is not None
-        and first.references == evaluation.references
-        and first.scores.bleu_signature == evaluation.scores.bleu_signature
-    ):
-        systems = {"first": first.translations, **systems}
+    if first is not None:
+        one, other = ((run.references, run.scores.bleu_signature) for run in (first, evaluation))
+        systems = {"first": first.translations, **systems} if one == other else systems
     scores = resample(systems, evaluation.references, tokenize, lowercase, num_samples)["this"]
     return [dataclasses.asdict(score) for score in scores]
 
@@ -179,19 +169,11 @@ def sweep(
 ) -> Iterator[JsonObject]:
     """Score a run with each combination of decoding settings, as the paper chose beam size and alpha (section 6.1).
 
-    Every process of a job must call it. The arguments are those of `evaluate_runs`, except for `settings`: items
-    `FIELD=VALUE,VALUE...`, of which the last field changes fastest.
-
-    Yields:
-        The settings and the scores of each combination.
-
-    Raises:
-        UserError: The run, the split or a field does not exist, or a value is not legal.
+    Each of the `settings` is `FIELD=VALUE,VALUE...`; the last field changes fastest. The other arguments are those of
+    `evaluate_runs`.
     """
     grid = parse_grid(settings)
-    combinations: list[JsonObject] = [
-        dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())
-    ]
+    combinations: list[JsonObject] = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
     for setting in combinations:
         DecodingConfig(**setting)  # raises before the work starts
     names = {"run": str(run)} | ({"ensemble": [{"run": str(member)} for member in ensemble]} if ensemble else {})

@@ -32,10 +32,9 @@ _MAX_LOGITS = 2**25  # of a batch: 128 MB in float32
 
 
 class PairScore(NamedTuple):
-    """Log-probability of a translation given its source."""
+    """Log-probability of a translation given its source, in nats, summed over its tokens and EOS."""
 
     log_prob: float
-    """log P(target | source) in nats, the sum over the target's tokens and EOS."""
     num_tokens: int
     """Number of target tokens, including EOS."""
     score: float
@@ -57,7 +56,10 @@ def score_pairs(translator: Translator, pairs: Pairs | Sequence[tuple[str, str]]
         UserError: A pair is too long for the model.
     """
     if not isinstance(pairs, Pairs):
-        pairs = _pairs_of(pairs)
+        for index, pair in enumerate(pairs):
+            if not (isinstance(pair, tuple | list) and list(map(type, pair)) == [str, str]):
+                raise UserError(f"pairs[{index}] is {pair!r:.80}; give tuples of two strings, source and target")
+        pairs = Pairs([source for source, _ in pairs], [target for _, target in pairs], "pairs")
     config, decoding = translator.config.model, translator.config.decoding
     encoded = encode_pairs(pairs, translator.tokenizers, config)
     for member in translator.members:
@@ -82,14 +84,6 @@ def score_pairs(translator: Translator, pairs: Pairs | Sequence[tuple[str, str]]
         PairScore(float(log_prob), int(count), float(log_prob / penalty))
         for log_prob, count, penalty in zip(log_probs, tgt_lengths, penalties, strict=True)
     ]
-
-
-def _pairs_of(pairs: Sequence[tuple[str, str]]) -> Pairs:
-    for index, pair in enumerate(pairs):
-        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-        if not is_pair:
-            raise UserError(f"pairs[{index}] is {pair!r:.80}; give tuples of two strings, source and target")
-    return Pairs([source for source, _ in pairs], [target for _, target in pairs], "pairs")
 
 
 @partial(jax.jit, static_argnames="model")
@@ -135,10 +129,9 @@ def corpus_loss(
     mesh: Mesh | None = None,
     max_logits: int | None = None,
 ) -> float:
-    """Return the mean negative log-likelihood of a target token in nats. Sums are taken on the host in float64.
+    """Return the mean negative log-likelihood of a target token in nats, summed on the host in float64.
 
-    With several processes, all call it. With a mesh, each process has its rows of every batch; without a mesh, all
-    processes have the same batches and each computes its share of them.
+    With a mesh, each process has its rows of every batch; without one, each computes its share of the same batches.
     """
     loss_sum, num_tokens = 0.0, 0
     own = batches if mesh else itertools.islice(batches, jax.process_index(), None, jax.process_count())

@@ -36,9 +36,8 @@ class CorpusEvaluation:
     perplexity: float
     """exp(loss), per token of the run's tokenizer; not comparable with another tokenizer."""
     sentences_per_second: float
-    """Sentences translated per second, without the time of compilation."""
     tokens_per_second: float
-    """Target tokens generated per second, including EOS, without the time of compilation."""
+    """Target tokens generated, including EOS, without the time of compilation."""
     translations: list[str]
     references: list[str]
 
@@ -64,9 +63,7 @@ def evaluate_pairs(
 ) -> CorpusEvaluation:
     """Translate the sources, score the translations against the targets, and compute the loss of the targets.
 
-    With several processes, all call it with the same pairs; each computes its share, and all get the result. Each
-    process computes the complete loss of an ensemble. The arguments `tokenize` (None selects it as `tokenization_of`
-    does) and `lowercase` are those of `score_corpus`; `clock` returns the time in seconds.
+    With several processes, all call it with the same pairs, and all get the result. `clock` returns seconds.
     """
     config, tokenizers = translator.config, translator.tokenizers
     tokenize = tokenize or tokenization_of(config)
@@ -95,7 +92,7 @@ def evaluate_pairs(
 
 @contextmanager
 def _compilation_spans(clock: Callable[[], float]) -> Iterator[list[tuple[float, float]]]:
-    """Yield a list that collects when JAX traces and compiles while the context is open: (start, end) in seconds."""
+    """Collect when JAX traces and compiles while the context is open: (start, end) in seconds."""
     spans: list[tuple[float, float]] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -141,10 +138,7 @@ def check_complete(translations: Sequence[str], pairs: Pairs) -> None:
 
 
 def check_direction(translator: Translator, pairs: Pairs, max_pairs: int = 100) -> None:
-    """Warn if the run assigns a higher likelihood to the reverse direction: source and reference may be swapped.
-
-    The first `max_pairs` pairs are compared.
-    """
+    """Warn if the run assigns a higher likelihood to the reverse direction of the first `max_pairs` pairs."""
     sides = list(pairs.source)[:max_pairs], list(pairs.target)[:max_pairs]
     losses: list[float] = []
     unknown: list[int] = []
@@ -170,17 +164,13 @@ class Validation:
     """Evaluate during training: loss on the validation split, and BLEU and sample translations on part of it."""
 
     def __init__(self, config: Config, pairs: Pairs, encoded: EncodedPairs, tokenizers: TokenizerPair, mesh: Mesh):
-        """Prepare the batches, and choose the sentences to translate evenly over the split, which may be sorted.
-
-        `pairs` is the validation split, and `encoded` has its token ids.
-        """
         training = config.training
         self._config, self._tokenizers, self._mesh = config, tokenizers, mesh
         self._model = Transformer(config.model)
         check_lengths(encoded, pairs, config.model)
         self._batches = list(validation_batches(encoded, config, row_multiple(mesh), row_parts(mesh)))
         count = min(max(training.valid_sentences, training.num_samples), len(pairs))
-        indices = np.linspace(0, len(pairs) - 1, count).astype(int)
+        indices = np.linspace(0, len(pairs) - 1, count).astype(int)  # evenly, because the split may be sorted
         self._sources = [pairs.source[index] for index in indices]
         self._references = [tokenizers.target.plain(pairs.target[index]) for index in indices]
 
@@ -195,11 +185,7 @@ class Validation:
             translations = translator.translate(self._sources, shared=True)
         if self._config.training.valid_sentences:
             scores = score_corpus(translations, self._references, tokenization_of(self._config))
-            metrics |= {
-                "valid_bleu": scores.bleu,
-                "valid_chrf": scores.chrf,
-                "valid_exact_match": scores.exact_match,
-            }
+            metrics |= {f"valid_{name}": getattr(scores, name) for name in ("bleu", "chrf", "exact_match")}
         samples = [
             {"source": source, "reference": reference, "translation": translation}
             for source, reference, translation in zip(self._sources, self._references, translations, strict=True)
