@@ -23,7 +23,7 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.presets import load_recipe
 from transformer_jax.runtime.environment import VARIABLE
-from transformer_jax.training.sharding import make_mesh
+from transformer_jax.training.sharding import AXES, make_mesh
 from transformer_jax.types import UserError, first_line
 
 PACKAGES = (
@@ -37,29 +37,22 @@ CLUSTER_PREFIXES = (
 
 # Difficult text: spaces, combining marks, both directions, characters beyond 16 bits, other line ends, a special token.
 SENTENCES = ("A dog runs.", " two  spaces ", "e\u0301 \u05e9\u05dc\u05d5\u05dd", "\U0001f389 木", "a\u2028b\tc", "</s>")
-NORMALIZING = ("sentencepiece", "huggingface")
-"""Kinds of tokenizers that may change the text, so that decoding need not restore it."""
+NORMALIZING = ("sentencepiece", "huggingface")  # kinds of tokenizers that may change the text
 
 
 class Finding(NamedTuple):
-    """Result of one check."""
+    """What a check found, and the fix if it is not ok."""
 
     name: str
     ok: bool
     text: str
-    """What the check found, and the fix if it is not ok."""
 
     def __str__(self) -> str:
         return f"{'ok ' if self.ok else 'FIX'}  {self.name}: {' '.join(self.text.split())}"
 
 
 def run_checks(subject: str = "") -> Iterator[Finding]:
-    """Check this machine, and a recipe or a run, and yield each finding as soon as its check is done.
-
-    Args:
-        subject: A recipe (FILE or FILE:NAME), the folder of a run, or its `config.json`. Empty checks the machine
-            alone.
-    """
+    """Check this machine, and a recipe (FILE or FILE:NAME) or a run, and yield each finding as soon as it is made."""
     checks, config = list(MACHINE_CHECKS.items()), None
     run = RunDir(Path(subject)) if subject and Path(subject).is_dir() else None
     if subject:
@@ -184,9 +177,8 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _mesh(config: Config) -> str:
-    training = config.training
-    mesh = make_mesh(training.mesh_data, training.mesh_fsdp, training.mesh_tensor)
-    return ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    sizes = (getattr(config.training, f"mesh_{axis}") for axis in AXES)
+    return ", ".join(f"{name} {size}" for name, size in make_mesh(*sizes).shape.items())
 
 
 def _disk(config: Config, folder: Path) -> str:

@@ -32,11 +32,7 @@ GERMAN = ("ein", "der", "rot", "blau", "hund", "katze", "haus", "baum", "rennt",
 
 
 def write_tiny_corpus(folder: Path, train: int = 200, valid: int = 8, test: int = 12) -> None:
-    """Write an English-German corpus of two- to six-word sentences, translated word for word.
-
-    The new directory gets the files `train.en`, `train.de`, and likewise for `valid` and `test`, of the given numbers
-    of pairs.
-    """
+    """Write `train.en`, `train.de`, and likewise for `valid` and `test`: short sentences translated word for word."""
     rng = random.Random(0)
     folder.mkdir(parents=True)
     for split, count in (("train", train), ("valid", valid), ("test", test)):
@@ -47,10 +43,7 @@ def write_tiny_corpus(folder: Path, train: int = 200, valid: int = 8, test: int 
 
 
 def tiny_config(directory: Path, **training: object) -> Config:
-    """Return the configuration of a one-layer model that trains for four steps on a corpus of `write_tiny_corpus`.
-
-    `training` replaces fields of the section `training`.
-    """
+    """Return a one-layer model and four steps on a corpus of `write_tiny_corpus`, with changes to `training`."""
     return Config(
         model=ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=2, d_ff=32),
         data=DataConfig(source="text", directory=str(directory), batch_tokens=600, max_length=100, max_shapes=1),
@@ -76,7 +69,6 @@ class TinyRun:
     folder: Path
     """Directory that holds the corpus and the run."""
     corpus: Path
-    """Directory of the text files."""
     log: tuple[str, ...] = ()
     """Lines that training logged."""
 

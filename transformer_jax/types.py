@@ -20,8 +20,8 @@ import numpy as np
 # A pytree of arrays: {"encoder": {"layer_0": {"self_attention": {"query": {"kernel": ...}}}}, ...}.
 Params = Any
 
+# Where a saved training state holds the parameters that a run is evaluated with: the first of these paths it has.
 EVAL_PARAMS = ("opt_state", "ema"), ("params",)
-"""Where a saved training state holds the parameters that a run is evaluated with: the first of these paths it has."""
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # SPECIAL_TOKENS[PAD_ID] is "<pad>", and so on
@@ -47,14 +47,13 @@ class Batch(NamedTuple):
 
 
 class RowParts(NamedTuple):
-    """Rows of a global batch that a process needs, as indices of equal, contiguous parts.
+    """Rows of a global batch that a process needs, as ascending indices of equal, contiguous parts.
 
     >>> RowParts((1,), 4).rows(8)
     array([2, 3])
     """
 
     mine: tuple[int, ...] = (0,)
-    """Ascending."""
     num_parts: int = 1
 
     def rows(self, num_rows: int) -> np.ndarray:
@@ -66,16 +65,13 @@ ALL_ROWS = RowParts()
 
 
 class UserError(ValueError):
-    """A failure with a cure. The message names the file, line or field, the value found and what would be legal.
-
-    The command line prints it in one or two lines and exits with status 1; a library caller may catch it.
-    """
+    """A failure with a cure. The message names the file, line or field, the value found and what would be legal."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of the message of another library's exception.
+    r"""Return the type and the first line of the message of another library's exception.
 
-    >>> first_line(OSError("no such split\\nand more"))
+    >>> first_line(OSError("no such split\nand more"))
     'OSError: no such split'
     """
     text = str(error).strip().splitlines()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, RunFolder, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, RunFolder, arg, flag_of, given
 from transformer_jax.cli.session import processes
 from transformer_jax.runtime.distributed import Cluster, is_main_process
 from transformer_jax.runtime.files import JsonObject, to_json
@@ -47,7 +47,6 @@ class Evaluate:
     cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
-        """Check the flags together."""
         if not self.runs:
             raise UserError("name a run")
         if (self.source is None) != (self.reference is None):
@@ -63,11 +62,8 @@ class Evaluate:
             pairs = None
             if self.source is not None and self.reference is not None:
                 pairs = _read_pairs(self.source, self.reference)
-            options = given(self.decoding) | {
-                "tokenize": self.tokenize,
-                "lowercase": self.lowercase,
-                "ensemble": self.ensemble,
-            }
+            options = given(self.decoding)
+            options |= {"tokenize": self.tokenize, "lowercase": self.lowercase, "ensemble": self.ensemble}
             if self.sweep:
                 for run in self.runs:
                     self._print_sweep(sweep(run, self.sweep, pairs, self.split or "valid", **options))
@@ -141,7 +137,6 @@ class Average:
     """Steps of the checkpoints."""
 
     def __post_init__(self) -> None:
-        """Check the flags together."""
         if sum((self.last is not None, self.minutes is not None, bool(self.steps))) > 1:
             raise UserError("--last, --minutes and --steps exclude each other")
 
@@ -167,7 +162,7 @@ def text_results(results: Iterable[JsonObject], as_json: bool) -> Iterator[JsonO
 
 
 def _flags(setting: Mapping[str, object]) -> str:
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in setting.items())
+    return " ".join(f"{flag_of(name)} {value}" for name, value in setting.items())
 
 
 def _read_pairs(source: Path, target: Path) -> "Pairs":

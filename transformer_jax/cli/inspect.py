@@ -54,7 +54,6 @@ class Plot:
     """Panels to draw. Empty draws all for which there are data, except positions."""
 
     def __post_init__(self) -> None:
-        """Check that there is a subject."""
         if not self.subjects:
             raise UserError("name a run or a recipe")
 

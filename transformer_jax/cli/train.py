@@ -72,7 +72,6 @@ class Table3:
     config: Annotated[FlagConversionOff[Config], arg(name="")] = field(default_factory=table3_config)
 
     def __post_init__(self) -> None:
-        """Check that there are rows, and that the scale divides the sizes."""
         if not self.rows:
             raise UserError(f"name rows: all, or some of {', '.join(ROWS)}")
         scaled(self.config, self.scale)
@@ -111,7 +110,6 @@ class ParsingPrepare:
     """Files of trees for the test."""
 
     def __post_init__(self) -> None:
-        """Check that there are training files."""
         if not self.train:
             raise UserError("--train names no file")
 

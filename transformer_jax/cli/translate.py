@@ -62,7 +62,6 @@ class Translate:
     cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
-        """Reject flags that have no effect together."""
         for_sampling = [*given(self.sampling), *(["seed"] if self.seed is not None else [])]
         for_search = given(self.decoding).keys() & {"beam_size", "alpha", "length_penalty", "stopping"}
         if for_sampling and not self.sample:
@@ -180,10 +179,7 @@ class _Progress:
 
 
 def _stdin_lines(stdin: BinaryIO) -> list[str]:
-    """Read the lines of stdin. Only a newline ends a line.
-
-    A byte-order mark and carriage returns before newlines are removed. Bytes that are not UTF-8 become U+FFFD.
-    """
+    """Read lines without a byte-order mark and carriage returns before newlines; invalid bytes become U+FFFD."""
     lines = stdin.read().removeprefix(codecs.BOM_UTF8).split(b"\n")
     if lines[-1] == b"":
         lines.pop()

@@ -133,7 +133,7 @@ def bleu_variants(
     """Return seven variants of BLEU, as it is usually computed and as the paper computed it.
 
     - sacreBLEU 13a and intl, cased and lower-cased, on text; Moses' rules detokenize a tokenized corpus first.
-    - BLEU on tokens, cased and lower-cased, with multi-bleu's arithmetic: those of the corpus, or Moses' tokens of text.
+    - With multi-bleu's arithmetic, cased and lower-cased, on the tokens of the corpus, or on Moses' tokens of text.
     - The script that was released with the paper: tokens with plain quotes and with compounds split at their hyphens,
       cased. Higher than 13a.
     """
