@@ -64,13 +64,7 @@ def t2t_2018(vocab_size: int) -> Config:
 def fairseq(vocab_size: int) -> Config:
     """Return the `transformer` of fairseq with its recipe for WMT14/16 English to German."""
     return paper_base(vocab_size).with_changes(
-        model={
-            **TORCH,
-            **HALVES,
-            "position_offset": 2,
-            "decoder_start": "eos",
-            **_ids(pad=1, bos=0, eos=2, unk=3),
-        },
+        model={**TORCH, **HALVES, "position_offset": 2, "decoder_start": "eos", **_ids(pad=1, bos=0, eos=2, unk=3)},
         data={"batch_tokens": 28_672, "max_length": 250, "max_length_ratio": 1.5},
         training={"schedule": "inverse_sqrt", "peak_learning_rate": 5e-4, "adam_epsilon": 1e-8},
         decoding={"length_penalty": "power", "stopping": "ctranslate2", "max_length_offset": 200, "min_length": 1},

@@ -70,12 +70,7 @@ class Export:
             warnings.warn(message, stacklevel=2)
 
         folder = export_run(
-            self.run_folder,
-            self.format,
-            self.output,
-            overwrite=self.overwrite,
-            warn=warn,
-            **given(self.parameters),
+            self.run_folder, self.format, self.output, overwrite=self.overwrite, warn=warn, **given(self.parameters)
         )
         print(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")
 

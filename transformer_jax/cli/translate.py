@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 
-from transformer_jax.cli.parsing import (
-    DecodingFlags,
-    RunFolder,
-    SamplingFlags,
-    UsageError,
-    arg,
-    flag_of,
-    given,
-)
+from transformer_jax.cli.parsing import DecodingFlags, RunFolder, SamplingFlags, UsageError, arg, flag_of, given
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Sampling
 from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
