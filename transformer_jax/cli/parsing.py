@@ -132,22 +132,13 @@ def given(flags: object) -> dict[str, Any]:
     return values
 
 
-if TYPE_CHECKING:
-
-    class DecodingFlags:
-        """The fields of `DecodingConfig`. None keeps the value of the run."""
-
-    class CheckpointFlag:
-        """The field `checkpoint` of `DecodingConfig`. None keeps the value of the run."""
-
-    class ModelFlags:
-        """The fields of `ModelConfig` that state dicts do not show. None proposes or assumes a value."""
-
-    class SamplingFlags:
-        """The fields of `Sampling`. None keeps the default."""
-
+if TYPE_CHECKING:  # subclasses of their sections
+    DecodingFlags = DecodingConfig
+    CheckpointFlag = DecodingConfig
+    ModelFlags = ModelConfig
+    SamplingFlags = Sampling
 else:
-    MODEL_FIELDS = (
+    MODEL_FIELDS = (  # what a state dict does not show
         *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
         *("scale_embeddings", "positions", "norm_variant", "position_exponent", "position_offset", "decoder_start"),
         "source_eos",
