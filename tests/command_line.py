@@ -1,4 +1,4 @@
-"""A command run in the process of the tests: behind the fixture `cli`."""
+"""Run a command in the process of the tests, for the fixture `cli`."""
 
 import io
 import re
@@ -10,7 +10,7 @@ from transformer_jax import cli
 
 
 class Done(NamedTuple):
-    """How a command ended."""
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -18,7 +18,7 @@ class Done(NamedTuple):
 
 
 def run_command(monkeypatch, capsysbinary, *args, stdin=b""):
-    """Its status and what it wrote."""
+    """Run a command, and return its exit status and output."""
     capsysbinary.readouterr()
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(stdin), isatty=lambda: False))
     try:
@@ -30,5 +30,5 @@ def run_command(monkeypatch, capsysbinary, *args, stdin=b""):
 
 
 def plain(text):
-    """Without the frames that tyro draws, and in one line."""
+    """Return text in one line, without the frames that tyro draws."""
     return " ".join(re.sub(r"[│─╭╮╰╯]", " ", text).split())

@@ -1,4 +1,4 @@
-"""What every test runs under. All of it is set before jax is imported, here and in the workers of pytest-xdist,
+"""Settings of all tests. They are made before jax is imported, here and in the workers of pytest-xdist,
 which inherit this environment and read this file again."""
 
 import dataclasses
@@ -23,14 +23,14 @@ assert "jax" not in sys.modules, "jax was imported before conftest.py: it would 
 # Eight devices on any machine, so that sharding is tested everywhere; and code that is compiled fast rather than fast
 # code: most of the tests' time is compilation.
 _flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # a flag that XLA does not know ends the process
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # an unknown XLA flag terminates the process
     _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 for _flag in _flags:
     if _flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")  # an axis added by accident is an error
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # which line an operation comes from: nobody asks here
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no source locations, which tests do not read
 
 # What one test has compiled, another need not compile again.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -40,7 +40,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 gc.set_threshold(100_000, 20, 20)
 
 
-def _folder_of_compiled_code(temporary: str) -> str:
+def _compilation_cache_dir(temporary: str) -> str:
     """Return a folder that keeps compiled code for the next session, in .pytest_cache/.
 
     It is keyed by what compiled code depends on: jaxlib, XLA's flags and the processor's features. A folder that has
@@ -66,7 +66,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TE
 _own_folder = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _own_folder = tempfile.TemporaryDirectory(prefix="transformer-jax-tests-")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _folder_of_compiled_code(_own_folder.name))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _compilation_cache_dir(_own_folder.name))
     os.environ["HF_HOME"] = os.path.join(_own_folder.name, "huggingface")
     os.environ["TFDS_DATA_DIR"] = os.path.join(_own_folder.name, "tensorflow_datasets")
 
@@ -99,7 +99,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
-    """The folder of real corpora, named by the environment; their tests are skipped where there is none."""
+    """Return the folder of real corpora from the environment, or skip the test if it is not set."""
     folder = os.environ.get("TRANSFORMER_JAX_DATA")
     if not folder:
         pytest.skip("TRANSFORMER_JAX_DATA names no folder of real corpora")
@@ -108,7 +108,7 @@ def data_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def optional_package():
-    """`optional_package("torch")` imports it, or skips the test; with CI=true a missing package fails the test."""
+    """Return a function that imports a package or skips the test. With CI=true a missing package fails the test."""
     return import_or_skip
 
 
@@ -125,7 +125,7 @@ def get_config(name="tiny"):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A finished run of 4 steps, its corpus, and two recipes that describe it: tiny.json and tiny.py.
+    """Return a finished run of 4 steps, its corpus, and two recipes that describe it: tiny.json and tiny.py.
 
     One worker trains it for all. Each worker has its own copy of the run, because commands write into runs; the corpus
     is shared, because the run's configuration names it. A test that changes the run uses `tiny.copy`.
@@ -147,8 +147,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def cli(monkeypatch, capsysbinary):
-    """`cli("translate", run, stdin=b"...")` runs a command in this process."""
+    """Return `cli("translate", run, stdin=b"...")`, which runs a command in this process."""
     from command_line import run_command
 
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # restored after the test
     return functools.partial(run_command, monkeypatch, capsysbinary)

@@ -1,4 +1,4 @@
-"""Models of odd shapes with random weights, the batch they are compared on, and damage to foreign files."""
+"""Models of uneven shapes with random weights, the batch they are compared on, and damage to foreign files."""
 
 import json
 import os
@@ -21,7 +21,7 @@ REAL = TGT_IN != 0
 
 
 def odd(**changes):
-    """Return a ModelConfig of odd shapes."""
+    """Return a ModelConfig of uneven shapes."""
     return ModelConfig(**({"vocab_size": 23, "norm_epsilon": 1e-5, "max_length": 40} | ODD | changes))
 
 

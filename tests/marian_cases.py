@@ -1,4 +1,4 @@
-"""Random Marian folders as transformers writes them, and what its `generate` makes of a sentence."""
+"""Random Marian folders written by transformers, and the outputs of its `generate`."""
 
 import io
 import json
@@ -15,7 +15,7 @@ EXTRA = 6
 
 
 def train_model(texts, vocab_size=60):
-    """The bytes of a SentencePiece model."""
+    """Return the bytes of a SentencePiece model."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -30,7 +30,7 @@ def train_model(texts, vocab_size=60):
 
 
 def pieces(model):
-    """Those of a SentencePiece model that are found in text."""
+    """Return the pieces of a SentencePiece model that occur in text."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -38,11 +38,11 @@ def pieces(model):
 
 
 def make_folder(folder, separate=False, std=1.0, **changes):
-    """Saves a random model and its tokenizer into `folder`; returns the model."""
+    """Save a random model and its tokenizer into `folder`, and return the model."""
     import torch
     import transformers
 
-    torch.set_num_threads(1)  # more are slower for matrices so small
+    torch.set_num_threads(1)  # more threads are slower for small matrices
     models = [train_model(LINES), train_model(OTHER)]
     vocabularies = [sorted(pieces(model)) for model in models]
     if not separate:
@@ -87,13 +87,13 @@ def make_folder(folder, separate=False, std=1.0, **changes):
 
 
 def with_decoding(imported, **decoding):
-    """A Translator of what was imported, with other settings."""
+    """Return a Translator of an imported model with other settings."""
     config = imported.config.with_changes(decoding={"max_length_offset": EXTRA, **decoding})
     return Translator(config, imported.params, imported.tokenizers)
 
 
 def generated(model, tokenizer, line, **settings):
-    """(text, ids without the start token, score) of `generate`, under our limit."""
+    """Return (text, ids without the start token, score) of `generate` with this package's length limit."""
     inputs = tokenizer([line], return_tensors="pt", return_token_type_ids=False)
     limit = inputs.input_ids.shape[1] + EXTRA
     found = model.generate(
@@ -106,11 +106,11 @@ def generated(model, tokenizer, line, **settings):
 
 
 def compare_outputs(translator, model, tokenizer, lines, **settings):
-    """Asserts equal text; a line that differs must score within 1e-4. Returns those lines and the worst difference."""
+    """Assert equal text, or scores within 1e-4. Return the differing lines and the largest difference."""
     differing, worst = [], 0.0
     translations = translator.translate_n_best(lines, 1)
     lengths = [found.num_tokens for found, *_ in translations]
-    assert max(lengths) > 2, lengths  # or nothing would be compared
+    assert max(lengths) > 2, lengths  # otherwise nothing is compared
     for line, (found, *_) in zip(lines, translations, strict=True):
         text, _, score = generated(model, tokenizer, line, **settings)
         if score is not None:

@@ -1,4 +1,4 @@
-"""Fenced code blocks of a Markdown file, so that what the documents say is also what is run.
+"""Fenced code blocks of a Markdown file, so that documented commands can be run.
 
 python tests/readme.py README.md 2    prints the second block exactly as it is written
 """
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """A fenced block: the word after the fence (`bash`, `python`, or nothing), and its text."""
+    """A fenced block: the word after the fence (`bash`, `python`, or empty), and its text."""
 
     language: str
     text: str
 
 
 def fenced_blocks(markdown: str) -> list[Block]:
-    """All blocks between ``` or ~~~ fences, in order.
+    """Return all blocks between ``` or ~~~ fences, in order.
 
     >>> fenced_blocks("text\\n```bash\\nls\\n```\\nmore")
     [Block(language='bash', text='ls\\n')]
@@ -40,7 +40,7 @@ def fenced_blocks(markdown: str) -> list[Block]:
 
 
 def main(file: str, number: str) -> None:
-    """Prints block `number` (from 1) of `file`."""
+    """Print block `number` (from 1) of `file`."""
     blocks = fenced_blocks(Path(file).read_text(encoding="utf-8"))
     if int(number) > len(blocks):
         sys.exit(f"{file} has {len(blocks)} fenced blocks; block {number} is asked for")

@@ -50,7 +50,7 @@ def _project(x, params, head):
 
 
 def multi_head_attention(params, x, memory, mask):
-    """Section 3.2.2 for one sentence: x `[t, d_model]` asks, memory `[s, d_model]` answers."""
+    """Section 3.2.2 for one sentence: queries from x `[t, d_model]`, keys and values from memory `[s, d_model]`."""
     num_heads = params["query"]["kernel"].shape[1]
     heads = [
         attention(
@@ -200,7 +200,7 @@ def decoder(params, config, x, memory, src_mask, tgt_mask):
 
 
 def logits(params, config, x):
-    """`[t, v]`: the product with the target's embeddings, or with a matrix of its own if nothing is tied."""
+    """Return `[t, v]`: the product with the target embeddings, or with a separate matrix if nothing is tied."""
     if config.tie_embeddings == "none":
         scores = x @ _array(params["output_projection"]["kernel"])
     else:
@@ -209,7 +209,7 @@ def logits(params, config, x):
 
 
 def transformer(params, config, src, tgt_in):
-    """The whole model without dropout: ids `[b, s]` and `[b, t]` to logits `[b, t, v]`."""
+    """Return the logits `[b, t, v]` of the complete model without dropout for ids `[b, s]` and `[b, t]`."""
     results = []
     for src_row, tgt_row in zip(np.asarray(src), np.asarray(tgt_in), strict=True):
         src_mask = source_mask(config, src_row)
@@ -224,7 +224,7 @@ def transformer(params, config, src, tgt_in):
 
 
 def smoothed_target(target, vocab_size, pad_id, smoothing=0.1, mass="non_target"):
-    """`[v]`: the distribution the model is to predict where the right token is `target`."""
+    """Return the smoothed distribution `[v]` of the correct token `target`."""
     q = np.zeros(vocab_size)
     for token in range(vocab_size):
         if mass == "all":

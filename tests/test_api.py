@@ -1,4 +1,4 @@
-"""The public interface: every name resolves, type checkers see the same names, and importing it costs nothing."""
+"""The public API: every name resolves, type checkers see the same names, and importing it loads no dependency."""
 
 import ast
 import importlib

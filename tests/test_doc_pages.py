@@ -1,4 +1,4 @@
-"""Links and paths in the documents lead somewhere, and the documents use the project's vocabulary."""
+"""Links and paths in the documents exist, and the documents use standard terms."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The `bash` blocks of the documents are run, one after the other, as they are written."""
+"""The `bash` blocks of the documents run in order, unchanged."""
 
 import os
 import shutil

@@ -70,7 +70,7 @@ def changed(tiny, **sections) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("sections", "name", "said"),
+    ("sections", "name", "message"),
     [
         ({"data": {"directory": "/nowhere"}}, "data, train", "no file /nowhere/train.en"),
         ({"training": {"mesh_fsdp": 3}}, "mesh", "do not multiply to the 8 devices"),
@@ -78,11 +78,11 @@ def changed(tiny, **sections) -> Config:
         ({"model": {"d_ff": 10**12}}, "disk", "lower training.keep_checkpoints"),
     ],
 )
-def test_recipe_unsuitable_for_the_machine_is_reported(run, tiny, tmp_path, sections, name, said):
+def test_recipe_unsuitable_for_the_machine_is_reported(run, tiny, tmp_path, sections, name, message):
     (tmp_path / "config.json").write_text(changed(tiny, **sections).to_json())
     _, lines = run(tmp_path / "config.json")
     assert lines[name].startswith("FIX")
-    assert said in lines[name]
+    assert message in lines[name]
 
 
 def test_disk_space_includes_the_average_of_parameters(tiny, tmp_path, monkeypatch):

@@ -26,14 +26,14 @@ COLUMNS = {
     "PyTorch": "torch",
     "Marian": "marian",
 }
-# Fields of ModelConfig that are sizes and no choices of the kind the ledger is about.
+# Fields of ModelConfig that are sizes, which the ledger does not list.
 SIZES = {
     *("vocab_size", "source_vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "d_k", "d_v", "max_length"),
     *("decoder_num_layers", "decoder_num_heads", "decoder_d_ff", "decoder_d_k", "decoder_d_v"),
 }
-# Fields of ModelConfig that say how it is computed and not what.
+# Fields of ModelConfig that select an implementation without changing the function.
 COMPUTATION = {"attention_kernel", "remat", "scan_layers"}
-# What the presets set besides the ledger's fields.
+# Fields that presets set in addition to those of the ledger.
 SIZES_OF_PRESETS = {"model.d_model", "model.num_layers", "model.num_heads", "model.d_ff", "training.num_steps"}
 DEFAULTS = Config().flat()
 ROWS = 1_000  # of the vocabulary of the presets below
@@ -41,7 +41,7 @@ FLAT = {name: preset(name, ROWS).flat() for name in PRESETS}
 
 
 def tables(page: Path) -> list[list[dict[str, str]]]:
-    """The tables of a page; a row is {heading: cell}."""
+    """Return the tables of a page. A row is {heading: cell}."""
     found: list[list[dict[str, str]]] = []
     heads: list[str] = []
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -59,7 +59,7 @@ def tables(page: Path) -> list[list[dict[str, str]]]:
 
 
 def code(cell: str) -> list[str]:
-    """What stands in code font."""
+    """Return the parts in code font."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -77,7 +77,7 @@ def literal(text: str):
 
 
 def in_cell(row: dict[str, str], column: str):
-    """(value of a cell,), or () where it has none."""
+    """Return (value of a cell,), or () for a cell without a value."""
     return tuple(literal(text) for text in code(row[column])[:1])
 
 
@@ -180,7 +180,7 @@ def test_preset_changes_only_ledger_fields_and_sizes(name):
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("column", COLUMNS)
 def test_preset_has_the_values_of_its_column(column, field):
-    """A column without a value has the paper's, or ours where the paper has none. Negative ids count from the end."""
+    """An empty cell means the paper's value, or else this project's. Negative ids count from the end."""
     row = FIELDS[field]
     (expected, *_) = in_cell(row, column) + in_cell(row, "paper") + in_cell(row, "ours")
     if field.endswith("_id") and expected < 0:

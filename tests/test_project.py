@@ -1,4 +1,4 @@
-"""The shape of the project: which way imports point, what an import costs, what is documented, what a wheel holds."""
+"""Structure of the project: import directions, sizes, documentation and the content of the wheel."""
 
 import ast
 import doctest
@@ -50,12 +50,12 @@ LONGER = {"transformer_jax/config.py": 610}  # a table of documented fields, eas
 
 
 def part_of(file: Path) -> str:
-    """`model` for transformer_jax/model/attention.py, `cli` for transformer_jax/cli.py."""
+    """Return `model` for transformer_jax/model/attention.py, and `cli` for transformer_jax/cli.py."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a file imports, inside functions too; `from a import b` gives a.b."""
+    """Yield (line, dotted name) of every import of a file, also in functions. `from a import b` gives a.b."""
     package = (PACKAGE.name, *file.relative_to(PACKAGE).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -255,7 +255,7 @@ def test_fenced_blocks_are_parsed():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory, optional_package) -> Path:
-    """The project's wheel, built without a network: the build backend comes with the tests' extra."""
+    """Build the project's wheel offline. The build backend is part of the tests' extra."""
     optional_package("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

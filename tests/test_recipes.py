@@ -1,4 +1,4 @@
-"""Recipes: the built-in one, those of configs/, and what a recipe file may get wrong."""
+"""Recipes: the built-in recipe, those of configs/, and errors in recipe files."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The reference itself, against cases worked out by hand: what is compared with must not be taken on trust."""
+"""The NumPy reference against cases computed by hand."""
 
 import math
 
@@ -10,7 +10,7 @@ from transformer_jax.config import ModelConfig
 
 
 def test_attention_over_two_keys_by_hand():
-    # d_k = 4, so scores are halved: 2 log 3 becomes log 3, and softmax(log 3, 0) is (3/4, 1/4).
+    # d_k = 4 halves the scores: 2 log 3 becomes log 3, and softmax(log 3, 0) is (3/4, 1/4).
     Q = [[2 * math.log(3), 0, 0, 0]]
     K = [[1, 0, 0, 0], [0, 1, 0, 0]]
     V = [[4, 0], [0, 8]]
@@ -48,7 +48,7 @@ def test_feed_forward():
         "inner": {"kernel": [[1, -1]], "bias": [1, 1]},
         "outer": {"kernel": [[10], [100]], "bias": [5]},
     }
-    # x = 2: inner (3, -1) is cut to (3, 0); 3 * 10 + 5.  x = -3: inner (-2, 4) to (0, 4); 4 * 100 + 5.
+    # x = 2: inner (3, -1) becomes (3, 0); 3 * 10 + 5.  x = -3: inner (-2, 4) becomes (0, 4); 4 * 100 + 5.
     np.testing.assert_allclose(reference.feed_forward(params, [[2], [-3]]), [[35], [405]])
 
 
@@ -120,7 +120,7 @@ def test_masks():
 )
 def test_label_smoothing(mass, q):
     np.testing.assert_allclose(reference.smoothed_target(2, 4, 0, 0.3, mass), q)
-    # The model says (1/8, 1/8, 1/2, 1/4); the second token is padding and counts nothing.
+    # The model predicts (1/8, 1/8, 1/2, 1/4). The second token is padding and does not count.
     logits = [[np.log([1, 1, 4, 2]), [0, 0, 0, 0]]]
     loss_sum, num_tokens = reference.label_smoothed_loss(logits, [[2, 0]], 0, 0.3, mass)
     bits = 3 * q[0] + 3 * q[1] + 1 * q[2] + 2 * q[3]
@@ -147,7 +147,7 @@ def test_adam():
 
 
 def random_params(config, seed=0):
-    """A tree of random numbers with the names and shapes that the reference reads."""
+    """Return random parameters with the names and shapes that the reference uses."""
     rng, d = np.random.default_rng(seed), config.d_model
 
     def draw(*shape):

@@ -1,4 +1,4 @@
-"""The commands as functions: train, resume, finish, lengthen, fine-tune, evaluate, average. One tiny run serves all."""
+"""The commands as Python functions: train, resume, extend, fine-tune, evaluate and average one tiny run."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ def test_escape_sequences_of_a_corpus_are_not_printed(tmp_path):
 
 @pytest.mark.parametrize("rows_before", ["new", "replaced"])
 def test_finished_run_repeats_a_pending_validation(rows_before, tiny, tmp_path):
-    """A validation after the last step that was interrupted is made when the command is run again.
+    """An interrupted validation after the last step is repeated when the command runs again.
 
     A kill after its rows were written, before the checkpoint was replaced, leaves rows that are replaced.
     """
@@ -178,7 +178,7 @@ def test_folder_that_is_not_a_run_is_not_changed(tiny, tmp_path):
 
 
 def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_path):
-    # Other text and a rate of almost nothing: what comes out is what was taken.
+    # With other text and a tiny learning rate, the result must equal the initial parameters.
     write_tiny_corpus(tmp_path / "corpus", train=20, test=2)
     for name in ("train.en", "train.de"):
         path = tmp_path / "corpus" / name
@@ -195,7 +195,7 @@ def test_init_from_takes_weights_and_tokenizer_with_a_fresh_optimizer(tiny, tmp_
         params_of(tmp_path / "run", 1),
         params_of(tiny.run, 4),
     )
-    # A run without a test split is finished all the same.
+    # A run without a test split also finishes.
     with log_lines() as lines:
         outcome = commands.train(config, tmp_path / "run")
     assert (outcome.state, outcome.test) == (None, None)

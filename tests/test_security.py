@@ -18,7 +18,7 @@ from transformer_jax.model.transformer import abstract_params
 PACKAGE = Path(__file__).resolve().parents[1] / "transformer_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What executes what it reads, or starts programs.
+# Modules and functions that execute what they read, or that start programs.
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "yaml", "subprocess", "code"}
 CALLS = {"eval", "exec", "compile", "execfile", "__import__", "os.system", "os.popen", "np.loadtxt", "np.fromregex"}
 # Where a call of this name is something else, or wanted.
@@ -30,7 +30,7 @@ ALLOWED = {
 
 
 def calls(tree):
-    """(name with its dots, the call) of every call."""
+    """Yield (dotted name, call) of every call."""
     return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
@@ -56,7 +56,7 @@ def test_no_function_that_executes_its_input_is_used(file):
 
 
 class Harm:
-    """Unpickled without care, it makes a folder."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, path):
         self.path = path
@@ -73,7 +73,7 @@ def test_object_arrays_are_not_unpickled(tmp_path):
         np.save(folder / f"{name}.npy", harm, allow_pickle=True)
     (folder / "manifest.json").write_text('{"report": null, "sha256": {}}')
     assert _load(folder, ModelConfig()) is None
-    (folder / "manifest.json").unlink()  # that of a corpus, which is none of a checkpoint
+    (folder / "manifest.json").unlink()  # the manifest of a corpus, not of a checkpoint
     with pytest.raises(ValueError, match="cannot read the checkpoint"):
         load_params(folder, abstract_params(ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32)))
     assert not (tmp_path / "made").exists()

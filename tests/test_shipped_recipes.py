@@ -28,12 +28,12 @@ def recipe(name: str) -> Config:
 
 @pytest.fixture
 def on_one_device(monkeypatch):
-    """Trains on one device of the eight, which compiles and runs faster; others test those."""
+    """Train on one of the eight devices, which compiles and runs faster."""
     monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())
 
 
 def sentences(words: list[str], count: int) -> list[str]:
-    """Three words each: of one length, there are fewer shapes to compile."""
+    """Return sentences of three words. With equal lengths fewer shapes are compiled."""
     return [" ".join(words[(row + place) % len(words)] for place in range(3)) for row in range(count)]
 
 
@@ -79,7 +79,7 @@ def test_wmt14_recipe_equals_the_paper(name, library):
         "decoding.max_length_offset": 50,
     }
     assert config.flat().items() >= expected.items()
-    # A validation writes a checkpoint too: it must not come between two others.
+    # A validation also writes a checkpoint, so it must coincide with a regular one.
     assert config.training.validate_every % config.training.checkpoint_every == 0
     # Ten minutes of the paper's 0.4 or 1.0 s a step.
     assert between * (0.4 if "base" in name else 1.0) == 600
@@ -98,7 +98,7 @@ def test_wmt14_changes_only_data_and_checkpoint_fields_of_the_preset():
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """`library("wmt14", "de-en", {"train": rows, ...})` makes `datasets` have that set, offline."""
+    """Return `library("wmt14", "de-en", {"train": rows, ...})`, which makes `datasets` load that data set offline."""
     datasets.disable_progress_bars()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     load = datasets.load_dataset
@@ -120,7 +120,7 @@ def library(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
 def test_wmt14_trains_from_hugging_face_columns_to_the_score_of_the_average(tmp_path, library, on_one_device):
-    """Everything but the sizes is the recipe's own."""
+    """Only the sizes differ from the recipe."""
     splits = {}
     for split, count in (("train", 60), ("validation", 8), ("test", 8)):
         rows = zip(sentences(ENGLISH, count), sentences(GERMAN, count), strict=True)
@@ -129,7 +129,7 @@ def test_wmt14_trains_from_hugging_face_columns_to_the_score_of_the_average(tmp_
     config = recipe("wmt14_en_de_base")
     config = dataclasses.replace(
         config,
-        # Room for every word, so that they are of one length in tokens too.
+        # The vocabulary fits every word, so that sentences also have equal lengths in tokens.
         model=dataclasses.replace(config.model, vocab_size=400, d_model=16, num_layers=1, num_heads=2, d_ff=32),
         data=dataclasses.replace(config.data, batch_tokens=300, max_shapes=1),
         training=dataclasses.replace(
@@ -141,7 +141,7 @@ def test_wmt14_trains_from_hugging_face_columns_to_the_score_of_the_average(tmp_
         commands.train(config, tmp_path / "run")
     run = RunDir(tmp_path / "run")
     assert lines[0].startswith("wmt14/de-en (train): 60 pairs: 60 kept")
-    # The best checkpoint, by the loss on newstest2013's stand-in, is kept beside the last five.
+    # The best checkpoint, by the loss on newstest2013's stand-in, is kept in addition to the last five.
     assert set(checkpoint_steps(run)) >= {3, 4, 5, 6, 7}
     result = json.loads(run.result.read_text())
     assert (result["checkpoint"], result["num_sentences"]) == ("average", 8)

@@ -1,4 +1,4 @@
-"""`train.py` as a user runs it: a process with threads, signals and its own devices."""
+"""`train.py` as a separate process, with threads, signals and devices."""
 
 import signal
 

@@ -148,7 +148,7 @@ def test_import_times_are_reported(capsys):
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "said"),
+    ("script", "arguments", "message"),
     [
         ("training_step", ["--sizes", "huge"], "legal: nano, tiny"),
         ("training_step", ["--peers", "jit"], "legal: eager"),
@@ -156,7 +156,7 @@ def test_import_times_are_reported(capsys):
         ("decoding", ["--run", "somewhere"], "--run and --source belong together"),
     ],
 )
-def test_invalid_usage_is_reported(script, arguments, said, capsys):
+def test_invalid_usage_is_reported(script, arguments, message, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(f"benchmarks.{script}").main(arguments)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: flags, streams, exit statuses, and what a user reads when something is wrong."""
+"""The command line: flags, streams, exit statuses and error messages."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def loads(monkeypatch):
-    """The calls of `Translator.load`, which then says each line back, reversed."""
+    """Record the calls of `Translator.load`, whose translator reverses each line."""
     seen = []
 
     def load(run, ensemble=(), **decoding):
@@ -41,7 +41,7 @@ def loads(monkeypatch):
 
 @pytest.fixture
 def trains(monkeypatch):
-    """The calls of `commands.train`."""
+    """Record the calls of `commands.train`."""
     seen = []
     monkeypatch.setattr(commands, "train", lambda *given, **flags: seen.append((*given, flags)) or Outcome(0))
     return seen
@@ -184,14 +184,14 @@ def test_commands_and_help(cli):
 
 
 def test_help_of_a_recipe_documents_every_field_in_five_seconds(tmp_path):
-    """In a folder without data, with the docstring that stands under the field in config.py."""
+    """The help works in a folder without data, and contains the docstring of each field in config.py."""
     environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "multi30k_en_de.py"), "--help"]
     start, before = time.monotonic(), os.times()
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=True)
     after = os.times()
-    # Other work on the machine is not the command's.
+    # CPU time excludes other processes on the machine.
     used = after.children_user + after.children_system - before.children_user - before.children_system
     assert min(used, time.monotonic() - start) < 5
     assert done.stderr == ""
@@ -356,7 +356,7 @@ def test_global_option_with_a_value_is_rejected(cli, loads, tmp_path, flag):
 
 
 def in_a_process(*args, **options):
-    """The command in a process of its own, with one device, whose warnings are errors no more."""
+    """Run the command in a separate process with one device, in which warnings are not errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(1)}
     code = "import sys; from transformer_jax.cli import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], env=environment, timeout=300, **options)

@@ -1,4 +1,4 @@
-"""The commands that score and choose: evaluate, average."""
+"""The commands evaluate and average."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,7 @@ def test_evaluate_flags_override_the_settings_of_each_run(cli, monkeypatch, tiny
     config = json.loads((other / "config.json").read_text())
     config["decoding"]["beam_size"] = 1
     RunDir(other).write("config.json", json.dumps(config))
-    # 3 is what the first run has anyway.
+    # 3 is already the setting of the first run.
     options = ["--split", "valid", "--lowercase", "--tokenize", "intl", "--bootstrap", "20"]
     done = cli("evaluate", "--max-length-offset", "3", tiny.run, other, *options)
     assert (done.status, done.err) == (0, "")
@@ -89,7 +89,7 @@ def test_translations_are_written_as_text(cli, tiny, monkeypatch, tmp_path):
     written = output.read_text().splitlines()
     assert written == Translator.load(tiny.run, max_length_offset=2).translate(sources)
 
-    # Of a corpus that is tokenized.
+    # As for a tokenized corpus.
     monkeypatch.setattr(Translator, "translate_n_best", lambda self, texts, *_, **__: [[ESCAPED]] * len(texts))
     load = Translator.load
 
@@ -145,10 +145,10 @@ def test_sweep_translates_the_validation_set_with_each_setting(cli, tiny):
     alone = score_commands.evaluate(tiny.run, split="valid", max_length_offset=2, beam_size=2, alpha=0.6)
     for name in ("bleu", "chrf", "num_sentences"):
         assert rows[-1][name] == alone[name]
-    said = cli("evaluate", tiny.run, "--max-length-offset", "2", "--sweep", "beam-size=2,1").out.splitlines()
-    assert said[0].startswith(f"{tiny.run}, {tiny.corpus}")
+    printed = cli("evaluate", tiny.run, "--max-length-offset", "2", "--sweep", "beam-size=2,1").out.splitlines()
+    assert printed[0].startswith(f"{tiny.run}, {tiny.corpus}")
     best = max((2, 1), key=lambda k: next(row["bleu"] for row in rows if row["setting"]["beam_size"] == k))
-    assert said[-1] == f"best: --beam-size {best}"
+    assert printed[-1] == f"best: --beam-size {best}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command translate: several translations of a line, JSON lines, draws, prefixes, a conversation, progress."""
+"""The command translate: n-best lists, JSON lines, sampling, prefixes, interactive use, progress."""
 
 import dataclasses
 import io
@@ -85,7 +85,7 @@ def test_sampling_is_reproducible_by_seed_and_line_number(cli, tiny, translator)
     assert len({one.token_ids for one in expected[0]}) > 1
     assert expected == translator.translate_n_best(LINES, 3, sampling=sampling, seed=3)
     assert expected != translator.translate_n_best(LINES, 3, sampling=sampling, seed=4)
-    # A line is drawn by its place: what the others are changes nothing, nor does its place in a batch.
+    # The sample of a line depends on its line number, not on other lines or its position in a batch.
     for before in (["two", "a"], ["the red house and the blue tree", "a dog"]):
         others = translator.translate_n_best([*before, LINES[2]], 3, sampling=sampling, seed=3)
         assert [one.token_ids for one in others[2]] == [one.token_ids for one in expected[2]]
@@ -100,7 +100,7 @@ def test_sampling_is_reproducible_by_seed_and_line_number(cli, tiny, translator)
 
 
 def text_of(count, translator):
-    """A target text of so many tokens."""
+    """Return a target text of `count` tokens."""
     texts = ["Q" * number for number in range(1, 2 * count)]
     rows = translator.tokenizers.target.encode(texts)
     return next(text for text, ids in zip(texts, rows, strict=True) if len(ids) == count)
@@ -125,7 +125,7 @@ def test_translations_start_with_their_prefixes(cli, tiny, translator, tmp_path)
     file.write_text("drei\n \n\n")
     spaces = cli("translate", tiny.run, "--max-length-offset", "2", "--prefixes", file, stdin=stdin)
     assert spaces.out == done.out
-    # One that is longer than the limit is whole, and followed by something.
+    # A prefix longer than the limit is kept complete and continued.
     long = text_of(16, translator)  # no padding hides its last step
     (found,) = translator.translate_n_best(["a"], 1, prefixes=[long])[0]
     assert found.text.startswith(long)
@@ -149,7 +149,7 @@ def test_prefix_longer_than_the_learned_positions_is_rejected(tiny, translator):
     assert count <= 8
     found = short.translate_n_best(["a", "a"], 1, prefixes=["", "ein der"])
     assert found[1][0].text.startswith("ein der")
-    # Eight tokens and one more have room; nine have none for another.
+    # Eight tokens leave space for one more, and nine leave none.
     (full,) = short.translate_n_best(["a"], 1, prefixes=[text_of(8, translator)])[0]
     assert full.num_tokens == 9
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_conflicting_flags_are_rejected(cli, tiny, flags, message):
 
 
 def converse(monkeypatch, lines, *args, is_terminal=True):
-    """(prompt, what was written before it) of a conversation with `transformer-jax translate`."""
+    """Run an interactive `transformer-jax translate`, and return (prompt, output before the prompt) pairs."""
     written, typed, seen = io.BytesIO(), iter(lines), []
 
     def answer(prompt):
@@ -186,7 +186,7 @@ def converse(monkeypatch, lines, *args, is_terminal=True):
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back after the test
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # restored after the test
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
     stdout = types.SimpleNamespace(buffer=written, flush=lambda: None, isatty=lambda: is_terminal)

@@ -1,4 +1,4 @@
-"""What surrounds every command: start-up, log lines, warnings, failures of the machine and closed streams."""
+"""The session of every command: start-up, log lines, warnings, system errors and closed streams."""
 
 import errno
 import logging

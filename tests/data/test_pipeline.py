@@ -50,28 +50,28 @@ def test_batches_are_those_of_the_plan_over_epochs(encoded, plan):
 
 def test_batches_do_not_depend_on_the_first_step(encoded, plan):
     stop = plan.batches_per_epoch + 5
-    whole = list(TrainingData(encoded, plan, MODEL).iterator(0, stop))
+    complete = list(TrainingData(encoded, plan, MODEL).iterator(0, stop))
     for start in (1, plan.batches_per_epoch - 1, stop - 1):
         part = list(TrainingData(encoded, plan, MODEL, prefetch=1).iterator(start, stop))
-        assert same(part, whole[start:])
+        assert same(part, complete[start:])
     assert list(TrainingData(encoded, plan, MODEL).iterator(stop, stop)) == []
 
 
 def test_rows_are_split_between_processes(encoded, plan):
-    whole = list(TrainingData(encoded, plan, MODEL, row_multiple=4).iterator(0, 20))
-    assert all(len(batch.src) % 4 == 0 for batch in whole)
+    complete = list(TrainingData(encoded, plan, MODEL, row_multiple=4).iterator(0, 20))
+    assert all(len(batch.src) % 4 == 0 for batch in complete)
     for one, other in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2, 3), ())):  # of four parts
         halves = [
             list(TrainingData(encoded, plan, MODEL, row_multiple=4, parts=RowParts(mine, 4)).iterator(0, 20))
             for mine in (one, other)
         ]
         places = [part for mine in (one, other) for part in mine]
-        for batch, *pair in zip(whole, *halves, strict=True):
+        for batch, *pair in zip(complete, *halves, strict=True):
             for x, *found in zip(arrays(batch), *map(arrays, pair), strict=True):
                 assert np.array_equal(np.concatenate(found), np.concatenate([np.split(x, 4)[i] for i in places]))
     # A number of devices that does not divide the rows adds empty rows and changes nothing else.
     alone = TrainingData(encoded, plan, MODEL).iterator(0, 20)
-    for one, more in zip(alone, whole, strict=True):
+    for one, more in zip(alone, complete, strict=True):
         rows = len(one.src)
         for x, y in zip(arrays(one), arrays(more), strict=True):
             assert np.array_equal(x, y[:rows])

@@ -1,4 +1,4 @@
-"""A random model whose next token depends on the whole prefix, and the stopping rules as plain loops over lists."""
+"""A random model whose next token depends on the complete prefix, and the stopping rules as plain loops."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ PENALTIES = (("gnmt", 0.6), ("gnmt", 1.5), ("power", 1.0), ("none", 0.6))
 
 
 def extend(prefix, tokens):
-    """The hash (uint32) of a prefix and one more token; the same bits in NumPy and JAX."""
+    """Return the hash (uint32) of a prefix and one more token, bit-identical in NumPy and JAX."""
     return (prefix ^ (tokens + 1).astype(prefix.dtype)) * np.uint32(2654435761) + np.uint32(12345)
 
 
 def random_logits(prefix, v, eos_bonus, xp):
-    """Logits `rows v` that depend on every token of the prefix, and look random: a hash of its hash and of the id."""
+    """Return pseudo-random logits `rows v`, a hash of the prefix's hash and of the token id."""
     x = prefix[:, None] + xp.arange(v, dtype=xp.uint32)[None] * np.uint32(40503)
     for shift, factor in ((15, 2246822519), (13, 3266489917), (16, 668265263)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
@@ -56,7 +56,7 @@ class Model:
         self.steps += 1
 
     def log_probs(self, sentence, prefix):
-        """Of the token after START and `prefix`: a list of floats, by NumPy in float64."""
+        """Return log-probabilities of the token after START and `prefix`, by NumPy in float64."""
         value = np.array([sentence], np.uint32)
         for token in (START, *prefix):
             value = extend(value, np.array([token]))
@@ -65,19 +65,19 @@ class Model:
 
 
 def quick_jit(function):
-    """`jax.jit` for the many small programs here: half the time to compile, none of the speed needed."""
+    """Compile a small program with few optimizations, which halves the compilation time."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def spec(limits, width, **options) -> SearchSpec:
-    """A `SearchSpec` with the special ids of these tests."""
+    """Return a `SearchSpec` with the special ids of these tests."""
     ids = {"start_id": START, "eos_id": EOS, "pad_id": PAD}
     return SearchSpec(max_lengths=jnp.asarray(limits, jnp.int32), max_length=width, **ids, **options)
 
 
 @functools.lru_cache
 def compiled(model, k, width, reorder_fn, options):
-    """`beam_search` over a model, jitted: one function for all calls with these options."""
+    """Return the jitted `beam_search` over a model, cached per options."""
     options = dict(options)
     if "prefix" in options:
         options["prefix"] = jnp.array(options["prefix"], jnp.int32)
@@ -89,7 +89,7 @@ def compiled(model, k, width, reorder_fn, options):
 
 
 def beams(model, sentences, limits, *, k, width=None, reorder_fn=reorder_rows, **options) -> SearchResult:
-    """`beam_search`, jitted, as NumPy arrays."""
+    """Run the jitted `beam_search`, and return NumPy arrays."""
     run = compiled(model, k, width or max(limits), reorder_fn, tuple(options.items()))
     return jax.tree.map(np.asarray, run(model.state(sentences, k), jnp.asarray(limits)))
 
@@ -99,7 +99,7 @@ def penalty(kind, length, alpha):
 
 
 def check(result: SearchResult, row: int, expected: list[tuple[float, list[int], float]], width: int) -> None:
-    """Row `row` of the result is this list of (score, tokens, log-probability)."""
+    """Check that a row of the result equals a list of (score, tokens, log-probability)."""
     assert result.tokens.shape[1:] == (len(expected), width)
     for place, (score, tokens, log_prob) in enumerate(expected):
         assert result.tokens[row, place].tolist() == tokens + [PAD] * (width - len(tokens))
@@ -112,7 +112,7 @@ def check(result: SearchResult, row: int, expected: list[tuple[float, list[int],
 
 
 def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=(), min_length=0):
-    """Every hypothesis that ends within the limit, best first, and then those that are cut off there, best first.
+    """Return every hypothesis that ends within the limit, best first, then the truncated ones, best first.
 
     With a prefix: of those that begin with it. With `min_length`: EOS has at least that number of tokens before it.
     """
@@ -131,7 +131,7 @@ def enumerate_all(model, sentence, limit, kind, alpha, forbidden=(PAD,), prefix=
 
 
 def continuations(model, sentence, live, k, prefix=(), min_length=0, renormalize_logits=False):
-    """The 2k best of all ways to go on by one token: (log-probability, tokens), best first; without PAD and UNK.
+    """Return the 2k best one-token extensions as (log-probability, tokens), best first, without PAD and UNK.
 
     Within the prefix there is one way, and its probability is that among all tokens.
     """
@@ -150,7 +150,7 @@ def continuations(model, sentence, live, k, prefix=(), min_length=0, renormalize
 
 
 def reference_paper(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
-    """Never stops early, keeps every hypothesis that ended."""
+    """Search without early stopping, and keep every finished hypothesis."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
         found = continuations(model, sentence, live, k, prefix, min_length)
@@ -160,7 +160,7 @@ def reference_paper(model, sentence, limit, k, n, kind, alpha, prefix=(), min_le
 
 
 def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
-    """A list of at most k that ended; on it goes while that list is short or can, at this length, be improved."""
+    """Search until k hypotheses have finished and no live one can improve them at the current length."""
     live, ended = [(0.0, [])], []
     for length in range(1, limit + 1):
         found = continuations(model, sentence, live, k, prefix, min_length)
@@ -175,7 +175,7 @@ def reference_huggingface(model, sentence, limit, k, n, kind, alpha, prefix=(), 
 
 
 def reference_ctranslate2(model, sentence, limit, k, n, kind, alpha, prefix=(), min_length=0):
-    """Each of the k places whose hypothesis ends is given to the next of the other k candidates that does not end."""
+    """Refill each of the k slots whose hypothesis ends with the next unfinished one of the other k candidates."""
     live, ended, top_ended = [(0.0, [])], [], False
     for length in range(1, limit + 1):
         found = continuations(model, sentence, live, k, prefix, min_length, renormalize_logits=True)

@@ -15,7 +15,7 @@ from transformer_jax.visualization.attention import attention_of
 
 
 def translations(translator, *lengths):
-    """One for each source, of random words and an end: what the tests' models say is mostly no words."""
+    """Return a hypothesis of random words and EOS per source, because untrained models generate few words."""
     texts = sentences(*lengths)
     rows = translator.tokenizers.target.encode(texts)
     return [[Hypothesis(text, 0.0, 0.0, len(ids) + 1, (*ids, EOS_ID))] for text, ids in zip(texts, rows, strict=True)]
@@ -61,7 +61,7 @@ def test_alignment_of_empty_truncated_and_unfinished_sentences():
         found = translator.translate_n_best(texts, 1)
     cut = Hypothesis("two one", 0.0, 0.0, 2, tuple(translator.tokenizers.target.encode(["two one"])[0]))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said once
+        warnings.simplefilter("error")  # the warning was already given
         (empty,), (ended, unended) = align(translator, texts, [found[0], [found[1][0], cut]])
     assert empty == ((), (), ())
     assert ended.source_tokens == unended.source_tokens == ("one", "two", "three")

@@ -1,4 +1,4 @@
-"""Ensembles: the mean of the members' probabilities, and which runs may be one."""
+"""Ensembles: the mean of the members' probabilities, and which runs can be combined."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def alone(tiny):
 
 @pytest.fixture(scope="module")
 def both(alone):
-    """With a member of another depth and size, of learned positions, no ties, and another first input."""
+    """Return an ensemble whose second member differs in depth, size, positions, tying and start token."""
     config = dataclasses.replace(
         alone.config.model,
         num_layers=2,
@@ -57,8 +57,8 @@ def apply(config):
 
 
 def log_prob_by_hand(translator, source, ids):
-    """log P of the target ids, by each member reading them all at once, in float64."""
-    model, width = translator.config.model, 64  # one width, so that one thing is compiled
+    """Return log P of the target ids in float64, with teacher forcing for each member."""
+    model, width = translator.config.model, 64  # one width, so that one function is compiled
     (src,) = translator.encode([source])
     sides = [src, [model.start_id, *ids[:-1]]]
     padded = [jnp.asarray(np.pad(np.array([side], np.int32), ((0, 0), (0, width - len(side))))) for side in sides]
@@ -117,7 +117,7 @@ def test_score_pairs_and_perplexity_use_the_mean_of_the_members(tiny, both):
 
 @pytest.fixture(scope="module")
 def other(tiny, tmp_path_factory):
-    """A run of the same corpus from other random parameters, with checkpoints 2 and 4."""
+    """Return a run on the same corpus with another seed, and checkpoints 2 and 4."""
     config = Config.from_json((tiny.run / "config.json").read_text())
     run = tmp_path_factory.mktemp("ensemble") / "other"
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, seed=7))

@@ -1,4 +1,4 @@
-"""The length penalties, against their formulas written out."""
+"""Length penalties against their formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def test_length_penalty_equals_its_formula(kind, expected, alpha):
 
 
 def test_length_penalty_at_the_papers_alpha():
-    """((5 + 25) / 6)^0.6 = 5^0.6 = 2.6265...; and the power penalty with the same alpha is another thing."""
+    """((5 + 25) / 6)^0.6 = 5^0.6 = 2.6265...; the power penalty with the same alpha differs."""
     assert float(length_penalty("gnmt", 25, 0.6)) == pytest.approx(2.6265278)
     assert float(length_penalty("power", 25, 0.6)) == pytest.approx(6.8986483)
 

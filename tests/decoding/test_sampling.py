@@ -1,4 +1,4 @@
-"""Drawn tokens against exact probabilities by NumPy, and against what Hugging Face cuts off."""
+"""Sampled tokens against exact probabilities in NumPy, and against Hugging Face's logits warpers."""
 
 import math
 
@@ -25,7 +25,7 @@ SAMPLINGS = [
 
 
 def exact(log_probs: np.ndarray, sampling: Sampling, forbidden: tuple[int, ...]) -> np.ndarray:
-    """The probabilities that tokens are drawn with, by the definitions, token after token."""
+    """Return the sampling probabilities, computed token by token from the definitions."""
     weights = np.exp(log_probs / sampling.temperature)
     weights[list(forbidden)] = 0
     order = [token for token in np.argsort(-weights, kind="stable") if weights[token] > 0]
@@ -42,7 +42,7 @@ def exact(log_probs: np.ndarray, sampling: Sampling, forbidden: tuple[int, ...])
 
 
 def among(v: int, *ids: int) -> jax.Array:
-    """Which of v tokens are these."""
+    """Return a mask of these ids over a vocabulary of v tokens."""
     return jnp.isin(jnp.arange(v), jnp.array(ids, jnp.int32))
 
 
@@ -54,7 +54,7 @@ def keys(seed: int, *shape: int) -> jax.Array:
     ("sampling", "renormalize_logits"), [*((one, False) for one in SAMPLINGS), (SAMPLINGS[4], True)], ids=str
 )
 def test_sample_frequencies_equal_the_probabilities(sampling, renormalize_logits):
-    """5,000 draws: what cannot be drawn never is, and the rest deviates by chance alone (chi-square, p > 1e-4)."""
+    """In 5,000 samples, tokens of probability 0 never occur and the others pass a chi-square test (p > 1e-4)."""
     logits = np.random.default_rng(1).normal(0, 1.5, 12)
     count, forbidden = 5_000, (PAD, 5)
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, 12))
@@ -78,7 +78,7 @@ def test_sampling_support_equals_hugging_face_warpers(sampling):
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(2).normal(0, 2, (40, 30)).astype(np.float32)
-    logits[:, PAD] = -1e4  # never drawn anyway
+    logits[:, PAD] = -1e4  # padding is never sampled
     scores = process.TemperatureLogitsWarper(sampling.temperature)(None, torch.tensor(logits))
     if sampling.top_k:
         scores = process.TopKLogitsWarper(sampling.top_k)(None, scores)
@@ -87,7 +87,7 @@ def test_sampling_support_equals_hugging_face_warpers(sampling):
     expected = torch.softmax(scores, dim=-1).numpy()
     ours = np.stack([exact(row.astype(float), sampling, ()) for row in logits])
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
-    # And the function itself draws all of these and no other.
+    # `sample_tokens` itself draws only tokens of nonzero probability.
     count = 100
     rows = jnp.repeat(jnp.asarray(logits), count, axis=0)
     drawn = jax.jit(lambda keys: sample_tokens(rows, keys, sampling, Constraints(among(30), PAD))[1])(
@@ -99,7 +99,7 @@ def test_sampling_support_equals_hugging_face_warpers(sampling):
 def test_impossible_and_forced_tokens():
     logits = jnp.array([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [-jnp.inf] * 3])
     forced = jnp.array([2, -1, -1])
-    for renormalize_logits in (False, True):  # the forced one is as probable as among all tokens
+    for renormalize_logits in (False, True):  # the forced token keeps its probability among all tokens
         constraints = Constraints(among(3, 1, 2), 0, renormalize_logits, forced)
         log_probs, drawn = sample_tokens(logits, keys(0, 3), Sampling(), constraints)
         assert drawn[0] == 2
@@ -129,7 +129,7 @@ def test_invalid_sampling_settings_are_rejected(wrong, message):
         Sampling(**wrong)
 
 
-# ---------------------------------------------------------------------------------------------------- whole sentences
+# -------------------------------------------------------------------------------------------------- complete sentences
 
 
 def draws(model, sentences, limits, width, row_keys, sampling=Sampling(), **options) -> SearchResult:  # noqa: B008  frozen
@@ -168,7 +168,7 @@ def test_samples_have_min_length_tokens_before_eos():
 
 
 def test_sentence_frequencies_equal_their_probabilities():
-    """Whole sentences of two tokens: the frequencies are the products of the probabilities of their tokens."""
+    """Frequencies of sentences of two tokens equal the products of their token probabilities."""
     model, count = Model(6), 10_000
     result = draws(model, [1], [2], 2, keys(4, 1, count))
     found = {}

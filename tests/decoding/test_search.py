@@ -1,4 +1,4 @@
-"""Greedy and beam search against enumeration and against plain loops, over models that depend on the whole prefix."""
+"""Greedy and beam search against enumeration and plain loops, with models that depend on the complete prefix."""
 
 import itertools
 
@@ -31,7 +31,7 @@ from transformer_jax.decoding.search import SearchResult, greedy_search
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
 @pytest.mark.parametrize(("v", "limit", "k"), [(4, 2, 4), (4, 3, 16), (5, 3, 25)])
 def test_wide_beam_equals_enumeration(v, limit, k, kind, alpha):
-    """k = V, and k = V^(L-1): no hypothesis is ever dropped. The n best, with their scores, cut-off ones included."""
+    """With k = V and k = V^(L-1), no hypothesis is dropped. Compare the n best and scores, truncated ones included."""
     model = Model(v)
     sentences = range(5)
     lists = [enumerate_all(model, sentence, limit, kind, alpha) for sentence in sentences]
@@ -60,7 +60,7 @@ def test_forbidden_ids_are_never_generated():
     ],
 )
 def test_stopping_rules_equal_plain_loops(stopping, kind, alpha, k, n, eos_bonus):
-    """One batch of sentences with limits of their own; each agrees with the loop over that sentence alone."""
+    """Each sentence of a batch with different limits equals the loop over that sentence alone."""
     model = Model(13, eos_bonus)
     sentences = list(range(100, 132))
     limits = [1 + i % 9 for i in range(32)]
@@ -72,7 +72,7 @@ def test_stopping_rules_equal_plain_loops(stopping, kind, alpha, k, n, eos_bonus
 
 @pytest.mark.parametrize("min_length", [1, 3])
 def test_wide_beam_with_min_length_equals_enumeration(min_length):
-    """EOS has at least `min_length` tokens before it, and every other hypothesis is found."""
+    """EOS is preceded by at least `min_length` tokens, and no other hypothesis is missed."""
     lists = [enumerate_all(Model(5), row, 4, "gnmt", 0.6, min_length=min_length) for row in range(5)]
     result = beams(Model(5), range(5), [4] * 5, k=125, n_best=5, min_length=min_length)
     for row, expected in enumerate(lists):
@@ -81,7 +81,7 @@ def test_wide_beam_with_min_length_equals_enumeration(min_length):
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
 def test_stopping_rules_with_min_length_equal_plain_loops(stopping):
-    """A limit below `min_length` cuts the hypothesis off without EOS."""
+    """A limit below `min_length` truncates the hypothesis without EOS."""
     model, k, n = Model(13, 3.0), 3, 2
     limits = [1 + i % 9 for i in range(32)]
     options = {"stopping": stopping, "length_penalty": "power", "alpha": 1.0, "forbidden_ids": (UNK,)}
@@ -94,7 +94,7 @@ def test_stopping_rules_with_min_length_equal_plain_loops(stopping):
 
 
 def test_stopping_rules_give_different_results():
-    """Or the test above would prove less than it seems to."""
+    """Guard the comparison with plain loops, which would prove little if all rules gave equal results."""
     model = Model(12, 2.0)
     results = [
         beams(model, range(60), [12] * 60, k=3, n_best=3, stopping=stopping, length_penalty="power", alpha=1.0)
@@ -113,7 +113,7 @@ def test_paper_rule_stops_early_without_changing_the_result(monkeypatch, alpha, 
     jax.effects_barrier()
     early_steps = model.steps
 
-    # One that never says so, in a model of its own: the first one's function is compiled.
+    # A rule that never stops, with another model, because the function of the first model is compiled.
     def never(beam, length, spec):
         return jnp.zeros_like(spec.limits, bool)
 
@@ -138,7 +138,7 @@ def test_beam_search_result_does_not_depend_on_the_batch(stopping):
 
 
 def test_length_limits_hold_per_sentence():
-    """Ends are rare here: what does not come to one is cut at its own limit, and the width holds them all."""
+    """EOS is rare, so hypotheses are truncated at the limit of their sentence. The width fits the longest."""
     result = beams(Model(9, -30.0), range(4), [1, 4, 0, 99], k=2, width=6)
     assert result.lengths[:, 0].tolist() == [1, 4, 0, 6]
     assert not np.any(result.tokens == EOS)
@@ -159,7 +159,7 @@ def test_padding_follows_eos(stopping):
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
 def test_ties_are_resolved_by_beam_then_id(stopping):
-    """All tokens are equally likely, so the lowest ids win, each time."""
+    """All tokens have equal probability, so the lowest ids win at each step."""
 
     def step(tokens, state):
         return jnp.zeros((tokens.shape[0], 6)), state
@@ -188,7 +188,7 @@ def test_beam_search_compiles_once_per_shape():
 
 
 def test_state_is_reordered_by_the_callers_function():
-    """The function given is the one used: rows of the same sentence only, and all k of them."""
+    """The given function is called with k rows per sentence, all from that sentence."""
     seen = []
 
     def reorder(state, rows):
@@ -214,7 +214,7 @@ def test_invalid_beam_search_arguments_are_rejected():
 
 
 def prefixed(model, sentences, limits, prefixes, **options) -> SearchResult:
-    """`beam_search` with prefixes of these lengths, jitted, as NumPy arrays."""
+    """Run the jitted `beam_search` with prefixes, and return NumPy arrays."""
     width = max(map(len, prefixes))
     rows = tuple((*prefix, *[-1] * (width - len(prefix))) for prefix in prefixes)
     return beams(model, sentences, limits, prefix=rows, **options)
@@ -222,7 +222,7 @@ def prefixed(model, sentences, limits, prefixes, **options) -> SearchResult:
 
 @pytest.mark.parametrize(("kind", "alpha"), PENALTIES)
 def test_wide_beam_with_prefix_equals_enumeration(kind, alpha):
-    """Prefixes of several lengths in one batch, none among them, and one that no search would begin with."""
+    """One batch has prefixes of several lengths, an empty prefix, and an improbable prefix."""
     model = Model(5)
     prefixes = [(), (4,), (2, 3), (3, 4, 2), (4, 4)]
     worst = int(np.argmin(model.log_probs(0, ())[1:]) + 1)
@@ -235,7 +235,7 @@ def test_wide_beam_with_prefix_equals_enumeration(kind, alpha):
 @pytest.mark.parametrize("stopping", STOPPINGS)
 @pytest.mark.parametrize(("k", "n", "kind", "alpha"), [(1, 1, "gnmt", 0.6), (3, 2, "power", 1.0), (4, 4, "none", 0.6)])
 def test_stopping_rules_with_prefixes_equal_plain_loops(stopping, k, n, kind, alpha):
-    """None, short ones, one with what is forbidden elsewhere, and one as long as the limit, side by side."""
+    """One batch has an empty prefix, short ones, one with forbidden ids, and one as long as the limit."""
     model = Model(13, 1.5)
     sentences, limits = list(range(12)), [9, 9, 9, 4] * 3
     prefixes = [(), (5, 7), (UNK,), (8, 4, 4, 9)] * 3
@@ -245,7 +245,7 @@ def test_stopping_rules_with_prefixes_equal_plain_loops(stopping, k, n, kind, al
         expected = REFERENCES[stopping](model, sentence, limit, k, n, kind, alpha, prefix=prefix)[:n]
         if len(expected) == n:
             check(result, row, expected, 9)
-        else:  # a prefix up to the limit: there is one hypothesis, and the other places are empty
+        else:  # a prefix up to the limit leaves one hypothesis and empties the other slots
             assert prefix == (8, 4, 4, 9)
             assert result.tokens[row, 0, :4].tolist() == expected[0][1]
             assert np.all(result.scores[row, len(expected) :] == -np.inf)
@@ -260,7 +260,7 @@ def test_prefix_may_contain_forbidden_ids(renormalize_logits):
     total = 0.0
     for place, token in enumerate(result.tokens[0, 0, : result.lengths[0, 0]].tolist()):
         log_probs = model.log_probs(3, result.tokens[0, 0, :place].tolist())
-        # The forced ones are probable as the model has them; what follows leaves out what is forbidden.
+        # Forced tokens keep the model's probabilities. Later tokens exclude the forbidden ids.
         total += log_probs[token] - (np.log1p(-np.exp(log_probs[UNK])) if renormalize_logits and place >= 2 else 0)
     assert result.log_probs[0, 0] == pytest.approx(total, rel=1e-5)
 
@@ -269,7 +269,7 @@ def test_prefix_may_contain_forbidden_ids(renormalize_logits):
 
 
 def greedy(model, sentences, limits, width, **options) -> SearchResult:
-    """`greedy_search`, jitted, as NumPy arrays."""
+    """Run the jitted `greedy_search`, and return NumPy arrays."""
 
     @quick_jit
     def run(state, limits):
@@ -299,7 +299,7 @@ def test_greedy_search_equals_an_argmax_loop(forbidden, prefix, min_length):
             total += log_probs[tokens[-1]]
         check(result, sentence, [(total / penalty("gnmt", max(len(tokens), 1), 0.6), tokens, total)], 7)
         ended += EOS in tokens
-    assert 4 < ended < 20  # both ways to stop were tried
+    assert 4 < ended < 20  # both ways to stop occurred
 
 
 def test_greedy_stops_when_all_sentences_are_done():
@@ -333,7 +333,7 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
 def test_search_without_possible_tokens_gives_no_nan(stopping):
-    """After one token nothing is possible any more: there is no hypothesis, and this is said, without NaN."""
+    """No token is possible after the first one: the result is marked as having no hypothesis, without NaN."""
 
     class DeadEnd(Model):
         def step(self, tokens, state):
@@ -345,7 +345,7 @@ def test_search_without_possible_tokens_gives_no_nan(stopping):
     assert result.scores[0, 0] == -np.inf
     assert result.lengths[0, 0] == 0
     assert not np.any(result.tokens[0])
-    assert result.lengths[1, 0] == 1  # cut before the dead end
+    assert result.lengths[1, 0] == 1  # truncated before the first impossible step
     assert np.isfinite(result.scores[1, 0])
     result = greedy(model, [1, 2], [4, 1], 4)
     assert result.scores[0, 0] == -np.inf
@@ -354,7 +354,7 @@ def test_search_without_possible_tokens_gives_no_nan(stopping):
 
 
 class Without(Model):
-    """The model whose logits for the padding and UNK are -inf: what is left shares all the probability."""
+    """A model whose logits of padding and UNK are -inf, so the other tokens share all probability."""
 
     def step(self, tokens, state):
         logits, state = super().step(tokens, state)

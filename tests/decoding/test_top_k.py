@@ -1,4 +1,4 @@
-"""The best next tokens against a sort of all log-probabilities by NumPy."""
+"""The best next tokens against NumPy's sort of all log-probabilities."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,14 @@ from transformer_jax.decoding.top_k import Constraints, top_k, top_k_tokens
 
 
 def best_tokens(logits, k, pad, forbidden_ids=(), **options):
-    """`top_k_tokens` with the forbidden ids as a list."""
+    """Call `top_k_tokens` with the forbidden ids as a list."""
     forbidden = jnp.isin(jnp.arange(logits.shape[1]), jnp.array(forbidden_ids, jnp.int32))
     return top_k_tokens(logits, k, Constraints(forbidden, pad, **options))
 
 
 @pytest.mark.parametrize(("v", "n"), [(1, 1), (5, 3), (40, 40), (700, 1), (700, 10), (1000, 3), (641, 10)])
 def test_top_k_equals_lax_top_k_including_ties(v, n):
-    """Few different values, so that the best are many times there, in one block of the vocabulary and in several."""
+    """Few distinct values give ties within a block of the vocabulary and across blocks."""
     for values in (3, 40, 10**6):
         x = jnp.asarray(np.random.default_rng(v).integers(0, values, (6, v)).astype(np.float32))
         for found, expected in zip(jax.jit(top_k, static_argnums=1)(x, n), jax.lax.top_k(x, n), strict=True):
@@ -57,7 +57,7 @@ def test_dtypes_are_at_least_float32():
 
 @pytest.mark.parametrize("possible", [1, 100, 300, 1000])
 def test_best_tokens_are_distinct_when_few_are_possible(possible):
-    """Most blocks of the vocabulary have no token that may be generated: none of the others is searched twice."""
+    """Most blocks of the vocabulary contain only forbidden tokens, and no other block may be searched twice."""
     logits = -0.01 * jnp.arange(2000.0)[None]
     log_probs, ids = best_tokens(logits, 8, 0, range(possible + 1, 2000))
     found = [int(token) for token, log_prob in zip(ids[0], log_probs[0], strict=True) if log_prob > -np.inf]

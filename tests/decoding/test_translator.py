@@ -1,4 +1,4 @@
-"""Text in, text out: order, batches, shapes, limits, and agreement of the search with the model itself."""
+"""Translator: order, batches, shapes, limits, and agreement of the search with the model."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from transformer_jax.types import EOS_ID, UserError
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of `search`, each answered with one token and EOS."""
+    """Record the calls of `search`, and return one token and EOS for each sentence."""
     seen = []
 
     def fake(params, src, spec, **options):
@@ -38,7 +38,7 @@ def calls(monkeypatch):
         return SearchResult(tokens, np.zeros(rows, np.float32), np.ones(rows, np.int32), np.zeros(rows, np.float32))
 
     monkeypatch.setattr(module, "search", fake)
-    monkeypatch.setattr(module.os, "cpu_count", lambda: 1)  # so that the calls come one after the other
+    monkeypatch.setattr(module.os, "cpu_count", lambda: 1)  # so that calls are sequential
     return seen
 
 
@@ -49,7 +49,7 @@ def calls(monkeypatch):
 def test_translation_does_not_depend_on_the_batch_and_order_is_kept(beam_size):
     texts = sentences(3, 9, 1, 2)
     texts[2:2] = ["", "  \t"]
-    # With this rule every hypothesis ends; by the paper's those without EOS stand last, whatever they score.
+    # With this rule every hypothesis ends. The paper's rule sorts those without EOS last, whatever their score.
     translator = make(decoding={"beam_size": beam_size, "batch_tokens": 32, "stopping": "huggingface"})
     together = translator.translate_n_best(texts, beam_size)
     assert len({found[0].text for found in together}) > 3, "a model that says the same to all would prove nothing"
@@ -76,7 +76,7 @@ def test_batches_have_few_shapes_within_the_token_budget(calls):
     assert len(shapes) <= 8 + 8
     assert all(src[0] * src[1] <= 128 or src[0] == 1 for src, _ in shapes)
     assert sum(int((call.limits > 0).sum()) for call in calls) == 189 + 59
-    # Other inputs of any count: rows are a power of two, or as many as the budget allows.
+    # For any number of inputs, the number of rows is a power of two or the maximum of the budget.
     for count in range(1, 40):
         translator.translate(sentences(*[5] * count))
     assert {call.src.shape[0] for call in calls if call.src.shape[1] == 8} <= {1, 2, 4, 8, 16}
@@ -106,7 +106,7 @@ def test_cpu_batches_are_small_unless_weights_exceed_the_cache(calls, monkeypatc
 def test_samples_count_towards_the_token_budget(calls):
     translator = make(decoding={"batch_tokens": 256}, max_length=256)
     translator.translate_n_best(sentences(*[7] * 40), 8, sampling=Sampling())
-    assert {call.src.shape for call in calls} == {(4, 8)}  # of 8 draws each: 256 tokens
+    assert {call.src.shape for call in calls} == {(4, 8)}  # with 8 samples each: 256 tokens
     assert calls[0].keys.shape == (4, 8)
 
 
@@ -114,7 +114,7 @@ def test_cpu_searches_one_batch_per_core_concurrently(calls, monkeypatch):
     answer, together, last = module.search, threading.Barrier(3, timeout=60), threading.Event()
 
     def search(params, src, spec, **options):
-        together.wait()  # breaks unless three are there
+        together.wait()  # fails unless three threads arrive
         if src[0, 0] == 4:  # the longest source, which is the first
             assert last.wait(60)
         elif src[0, 0] == 6:
@@ -180,7 +180,7 @@ def test_padded_lengths_waste_little_computation():
 
 
 def test_search_longer_than_the_learned_positions_is_rejected():
-    """The cache begins with room for fewer positions than the table has."""
+    """The initial capacity of the cache is smaller than the position table."""
     model = ModelConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=2, d_ff=8, positions="learned", max_length=40)
     params, src = abstract_params(model), jax.ShapeDtypeStruct((1, 3), jnp.int32)
 
@@ -205,7 +205,7 @@ def test_length_limit_is_source_length_plus_offset_counting_eos(calls, source_eo
 
 
 def test_no_translation_is_longer_than_its_limit():
-    # EOS is made impossible, so every translation runs to its limit.
+    # EOS is made impossible, so every translation reaches its limit.
     translator = make(tie_embeddings="target", logits_bias=True, decoding={"max_length_offset": 3})
     translator.params = jax.tree.map(
         lambda leaf: leaf.at[EOS_ID].set(-1e9) if leaf.shape == (14,) else leaf,  # the logits' bias
@@ -225,7 +225,7 @@ def test_source_longer_than_max_source_is_truncated_with_a_warning(calls):
 
 
 def test_learned_positions_are_usable_up_to_the_last_row():
-    # 11 and EOS fill the table of 12 rows, which is no length that sources are padded to otherwise.
+    # 11 tokens and EOS fill the table of 12 rows, although sources are otherwise not padded to length 12.
     translator = _learned(12)
     assert padded_length(12) > 12
     found = translator.translate_n_best(sentences(11), 1)[0][0]
@@ -249,10 +249,10 @@ def _learned(rows):
 
 
 def teacher_forced(translator, src, targets):
-    """log-probabilities `b t v` of the next token, by one pass over whole targets, without a cache."""
+    """Return next-token log-probabilities `b t v` from one pass over complete targets, without a cache."""
     tgt_in = np.zeros_like(targets)
     tgt_in[:, 0], tgt_in[:, 1:] = translator.config.model.start_id, targets[:, :-1]
-    # EOS stands for padding in the decoder's input: what follows a place does not change it.
+    # EOS replaces padding in the decoder's input, because later positions do not change earlier ones.
     apply = jax.jit(Transformer(translator.config.model).apply, static_argnames="deterministic")
     tgt_in = jnp.asarray(np.where(tgt_in == 0, EOS_ID, tgt_in))
     logits = apply({"params": translator.params}, jnp.asarray(src), tgt_in, deterministic=True)
@@ -361,7 +361,7 @@ def test_load_rejects_missing_runs_and_invalid_fields(tiny, decoding, message):
 @pytest.mark.parametrize("length_penalty", ["gnmt", "power", "none"])
 @pytest.mark.parametrize("beam_size", [1, 3])
 def test_score_of_a_translation_equals_score_pairs(length_penalty, beam_size):
-    """Greedy search and beam search rank by the score that `score_pairs` gives the same pair."""
+    """Greedy and beam search rank by the score that `score_pairs` gives the source and its translation."""
     decoding = {"beam_size": beam_size, "length_penalty": length_penalty, "max_length_offset": 20}
     translator, compared = make(tie_embeddings="target", logits_bias=True, decoding=decoding), 0
     bias = np.zeros(14, np.float32)

@@ -14,7 +14,7 @@ WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
 
 
 def make(*, decoding=None, max_length=100, **model) -> Translator:
-    """Random parameters, large enough that translations differ; one token for each of WORDS, ids 4 to 13."""
+    """Return a translator with random parameters, large enough that translations differ, and ids 4 to 13 for WORDS."""
     config = Config(
         model=ModelConfig(**{"vocab_size": 14, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 32} | model),
         data=DataConfig(max_length=max_length),

@@ -103,7 +103,7 @@ def flags(corpus: Path, workdir: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
 def test_two_rows_are_trained_scored_and_compared_with_the_paper(cli, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())  # compiles faster than eight
-    (tmp_path / "table3.jsonl").write_text('{"row": "C1", torn')
+    (tmp_path / "table3.jsonl").write_text('{"row": "C1", trunc')
     cleared = []
     monkeypatch.setattr(ablation.jax, "clear_caches", lambda: cleared.append(None))  # what other tests compiled stays
     picture = tmp_path / "rows.svg"

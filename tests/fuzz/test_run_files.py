@@ -43,12 +43,12 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_damaged_checkpoint_file_is_rejected_or_harmless(saved, tmp_path, harm):
-    whole, params = saved
+    run, params = saved
     rejected = 0
-    for number, file in enumerate(sorted(file for file in whole.rglob("*") if file.is_file())):
+    for number, file in enumerate(sorted(file for file in run.rglob("*") if file.is_file())):
         copy = tmp_path / str(number)
-        shutil.copytree(whole, copy)
-        HARMS[harm](copy / file.relative_to(whole))
+        shutil.copytree(run, copy)
+        HARMS[harm](copy / file.relative_to(run))
         try:
             jax.tree.map(np.testing.assert_array_equal, load_params(copy, abstract_params(MODEL)), params)
         except UserError as error:

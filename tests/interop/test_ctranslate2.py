@@ -141,12 +141,12 @@ def test_special_token_names_used_as_words_are_renamed(ctranslate2, tmp_path):
 
 def test_differences_from_translate_batch_are_warned_about(tmp_path):
     config, params, pair = run("paper", length_penalty="gnmt", forbidden_ids=(5, 6))
-    said = []
-    write_ctranslate2(tmp_path, config, params, pair, said.append)
-    assert "decoding.length_penalty='gnmt'" in said[0]
-    assert "decoding.min_length=0" in said[1]
-    assert "min_decoding_length=0" in said[1]
-    assert 'suppress_sequences=[["w1"], ["w2"]]' in said[2]
+    warned = []
+    write_ctranslate2(tmp_path, config, params, pair, warned.append)
+    assert "decoding.length_penalty='gnmt'" in warned[0]
+    assert "decoding.min_length=0" in warned[1]
+    assert "min_decoding_length=0" in warned[1]
+    assert 'suppress_sequences=[["w1"], ["w2"]]' in warned[2]
     write_ctranslate2(tmp_path, *run("paper", min_length=1), warn=pytest.fail)
 
 

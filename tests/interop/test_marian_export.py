@@ -138,11 +138,11 @@ def test_min_length_is_exported_and_read_back(transformers, tmp_path, beams):
 def test_differences_from_generate_are_warned_about(tmp_path):
     config, params, pair = run("word")
     decoding = DecodingConfig()
-    said = []
-    write_marian(tmp_path, dataclasses.replace(config, decoding=decoding), params, pair, said.append)
-    assert len(said) == 2
-    assert "decoding.length_penalty='gnmt'" in said[0]
-    assert "decoding.stopping='paper'" in said[1]
+    warned = []
+    write_marian(tmp_path, dataclasses.replace(config, decoding=decoding), params, pair, warned.append)
+    assert len(warned) == 2
+    assert "decoding.length_penalty='gnmt'" in warned[0]
+    assert "decoding.stopping='paper'" in warned[1]
 
 
 @pytest.mark.parametrize(

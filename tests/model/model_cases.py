@@ -1,4 +1,4 @@
-"""Tiny models that together make every choice a ModelConfig has, and random parameters and sentences for them."""
+"""Tiny models that together cover every choice of ModelConfig, with random parameters and sentences."""
 
 import functools
 
@@ -11,7 +11,7 @@ from transformer_jax.model.transformer import Transformer, abstract_params
 
 
 def tiny(**changes) -> ModelConfig:
-    """A model of two small layers."""
+    """Return the config of a model of two small layers."""
     sizes = {"vocab_size": 11, "d_model": 8, "num_layers": 2, "num_heads": 2, "d_ff": 12, "max_length": 16}
     return ModelConfig(**(sizes | changes))
 
@@ -80,7 +80,7 @@ every_config = {"argvalues": list(CONFIGS), "ids": [name.replace(" ", "_").repla
 
 @functools.cache
 def random_params(config: ModelConfig, seed: int = 0):
-    """Parameters of which none is what it is at the start: biases are not 0, nor scales 1. NumPy, float64."""
+    """Return random NumPy float64 parameters, in which biases are not 0 and scales are not 1."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -101,7 +101,7 @@ def as_float32(tree):
 
 
 def sentences(config: ModelConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """`src` `[4, 5]` and `tgt_in` `[4, 4]`: a full row, a padded one, an empty source, and an empty row altogether."""
+    """Return `src` `[4, 5]` and `tgt_in` `[4, 4]`: a full row, a padded row, an empty source, and an empty row."""
     rng = np.random.default_rng(seed)
     special = {config.pad_id, config.bos_id, config.eos_id}
 
@@ -119,13 +119,13 @@ def sentences(config: ModelConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarra
 
 @functools.cache
 def model_and_inputs(name: str):
-    """(config, model, params in float32, src, tgt_in) of one of the CONFIGS."""
+    """Return (config, model, params in float32, src, tgt_in) of one of the CONFIGS."""
     config = CONFIGS[name]
     return config, Transformer(config), as_float32(random_params(config)), *sentences(config)
 
 
 def apply(module, params, *inputs, **options):
-    """`module.apply`, with what is NumPy made JAX's: the annotations of the model ask for that."""
+    """Call `module.apply` with NumPy arrays converted to JAX arrays, which the model's annotations require."""
     return module.apply({"params": to_jax(params)}, *to_jax(inputs), **to_jax(options))
 
 

@@ -1,4 +1,4 @@
-"""Attention (paper section 3.2) against the reference, and where nothing may be attended to."""
+"""Attention (paper section 3.2) against the reference, and fully masked queries."""
 
 import contextlib
 

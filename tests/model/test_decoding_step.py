@@ -1,4 +1,4 @@
-"""One position after the other: against the whole decoder at once, for one hypothesis and for those of a beam."""
+"""Incremental decoding against the full decoder, for single hypotheses and for beams."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def init_cache(params, memory, src_mask, *, config, **options):
 
 
 def prepared(config, params, src, *, rows=(0, 2), int8=False, **options):
-    """Prepared parameters, memory, the source's mask, and an empty cache. Rows: a source, and an empty one."""
+    """Return prepared parameters, memory, source mask and an empty cache for a source and an empty source."""
     src = src[np.array(rows)]
     memory = apply(Transformer(config), params, src, method="encode")
     src_mask = jnp.asarray(src != config.pad_id)[:, None, None, :]
@@ -40,7 +40,7 @@ def prepared(config, params, src, *, rows=(0, 2), int8=False, **options):
 def test_cached_decoding_equals_the_full_decoder(name):
     config, model, params, src, tgt_in = model_and_inputs(name)
     tgt_in = jnp.asarray(tgt_in[np.array([0, 2])])  # targets without padding
-    # More room than needed: what is not filled must not be seen.
+    # More capacity than needed: unfilled positions must not be attended to.
     weights, memory, src_mask, cache = prepared(config, params, src, max_length=6)
     expected = apply(model, params, tgt_in, memory, src_mask, method="decode")
     for position in range(4):
@@ -51,7 +51,7 @@ def test_cached_decoding_equals_the_full_decoder(name):
 
 @pytest.mark.parametrize("name", ["paper", "decoder's own heads", "learned"])
 def test_reordered_hypotheses_decode_like_separate_ones(name):
-    """A random beam: each step takes rows from others, some twice, some never; and the cache grows on its way."""
+    """Reorder a random beam at each step, so that rows are duplicated or dropped while the cache grows."""
     config, model, params, src, _ = model_and_inputs(name)
     rng, k = np.random.default_rng(0), 3
     weights, memory, src_mask, cache = prepared(config, params, src, max_length=2, beam_size=k)

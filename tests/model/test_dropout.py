@@ -1,4 +1,4 @@
-"""Where dropout acts, and when."""
+"""Where dropout is applied, and when it is disabled."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from transformer_jax.model.transformer import Transformer
 
 
 def dropouts(config, deterministic=False):
-    """What each dropout of a forward pass did: a list of (path of the module, its input, its output)."""
+    """Return (module path, input, output) of each dropout in a forward pass."""
     calls = []
 
     def interceptor(next_function, args, kwargs, context):

@@ -47,7 +47,7 @@ def test_feed_forward_treats_positions_independently():
 
 
 def test_dropout_is_applied_between_the_two_products():
-    """Its expectation is the function without dropout, as the second product is linear."""
+    """The second product is linear, so the expected output equals the output without dropout."""
     module = FeedForward(6, 10, dropout_rate=0.3)
     expected = apply(module, PARAMS, X)
     np.testing.assert_array_equal(expected, apply(FeedForward(6, 10), PARAMS, X))

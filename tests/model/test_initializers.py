@@ -41,7 +41,7 @@ def config_of(scheme: str) -> ModelConfig:
 
 @functools.cache
 def initial(scheme: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """The initial parameters by path."""
+    """Return the initial parameters by path."""
     tokens = jnp.array([[4, 5]])
     params = jax.jit(Transformer(config_of(scheme)).init)(jax.random.key(seed), tokens, tokens)["params"]
     return {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in tree_flatten_with_path(params)[0]}
@@ -61,7 +61,7 @@ def check_normal(values, variance, name=""):
 
 
 def check_variance(values, variance, kurtosis, name):
-    """Mean and variance within 5 standard errors."""
+    """Check that mean and variance are within 5 standard errors."""
     assert abs(values.mean()) < 5 * math.sqrt(variance / values.size), name
     assert abs(values.var() / variance - 1) < 5 * math.sqrt((kurtosis - 1) / values.size), name
 

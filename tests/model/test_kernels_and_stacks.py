@@ -1,4 +1,4 @@
-"""How the model is computed changes nothing of what it computes: fused attention, remat, the loop over layers."""
+"""Fused attention, rematerialization and scanned layers do not change what the model computes."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ MASK = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)[:, None, None]
 
 
 def test_fused_attention_equals_the_equation_and_fully_masked_rows_give_zeros():
-    """The function that hands over to cuDNN, here with JAX's own implementation behind it."""
+    """Run the wrapper of the cuDNN kernel on JAX's own implementation of attention."""
     for length, mask in ((4, None), (4, MASK), (4, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK), (3, None)):
         query, key, value = inputs(length=length)
         found = attention._fused_attention(query, key, value, mask, "xla")
@@ -42,8 +42,8 @@ def test_fused_attention_equals_the_equation_and_fully_masked_rows_give_zeros():
 
 @pytest.fixture
 def nvidia(monkeypatch):
-    """What is compiled for an NVIDIA GPU may be looked at without one."""
-    # Private: jax has no other way to compile for a GPU that is not there; only its two questions are answered here.
+    """Lower functions for an NVIDIA GPU on a machine without one."""
+    # Private API: JAX has no public way to lower for an absent GPU. The checks of cuDNN and of the device are replaced.
     from jax._src.cudnn import fused_attention_stablehlo
 
     class Device:
@@ -151,7 +151,7 @@ def test_scan_compiles_one_layer_body_and_keeps_attention_maps():
 
 
 def test_remat_reduces_memory():
-    """In the loop over layers: without it XLA's CPU backend computes all layers again before it needs the first."""
+    """Layers are scanned, because XLA's CPU backend otherwise recomputes all layers before it needs the first."""
     config = ModelConfig(vocab_size=50, d_model=32, num_layers=6, num_heads=2, d_ff=256)
     tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
 

@@ -1,4 +1,4 @@
-"""The layers and the stacks (paper section 3.1), each alone, against the reference."""
+"""Single layers and stacks (paper section 3.1) against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def test_decoder_equals_the_reference(name):
 
 @pytest.mark.parametrize("name", ["post", "pre"])
 def test_stack_without_final_norm_equals_its_layers(name):
-    """A stack without final norm is its layers one after the other."""
+    """A stack without final norm equals its layers applied in sequence."""
     config, params = config_and_params(name)
     x = MEMORY
     for i in range(config.encoder.num_layers):
@@ -94,7 +94,7 @@ def test_encoder_and_decoder_may_differ_in_size():
 
 
 class Doubled(SublayerConnection):
-    """A connection around a sub-layer that doubles."""
+    """A connection around a sub-layer that doubles its input."""
 
     def setup(self):
         super().setup()

@@ -1,4 +1,4 @@
-"""Masks hold the drawings of their docstrings (1 = may attend; row = query, column = key)."""
+"""Masks equal the diagrams in their docstrings (1 = may attend, row = query, column = key)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ def drawn(text):
 
 
 def in_docstring(function, text):
-    """Whether the docstring holds the drawing."""
+    """Return whether the docstring contains the diagram."""
     lines = [" ".join(line.split()) for line in text.strip().splitlines()]
     documented = [" ".join(line.split("  (")[0].split()) for line in function.__doc__.splitlines()]
     starts = [i for i, line in enumerate(documented) if line.endswith(" is " + lines[0])]

@@ -1,4 +1,4 @@
-"""ModelConfig: what it resolves, what it refuses and with which words, and its JSON."""
+"""ModelConfig: resolved defaults, validation errors, and JSON."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from model_cases import CONFIGS
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling, StackSize, TrainingConfig
 from transformer_jax.types import UserError
 
-# A change that is refused, and what the message names: every field that takes part, with its value.
-REFUSED = [
+# Rejected changes, and what the message contains: every field involved, with its value.
+REJECTED = [
     *(({name: 0}, [f"model.{name} is 0", "at least 1"]) for name in ("vocab_size", "d_model", "num_layers")),
     *(({name: -1}, [f"model.{name} is -1", "at least 1"]) for name in ("num_heads", "d_ff", "max_length")),
     *(
@@ -67,7 +67,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+@pytest.mark.parametrize(("changes", "words"), REJECTED, ids=[str(changes) for changes, _ in REJECTED])
 def test_invalid_model_configs_are_rejected(changes, words):
     with pytest.raises(UserError) as error:
         ModelConfig(**changes)
@@ -77,7 +77,7 @@ def test_invalid_model_configs_are_rejected(changes, words):
         dataclasses.replace(ModelConfig(), **changes)
 
 
-# What is nearly refused.
+# Accepted changes at the boundary of validity.
 ACCEPTED = [
     {"residual_dropout": 0.0, "norm_epsilon": 0.0},
     {"num_heads": 7, "d_k": 64, "d_v": 64},

@@ -34,7 +34,7 @@ def test_layer_norm_accepts_any_leading_axes(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_constant_row_gives_the_bias_and_finite_gradients(variant):
-    """Its output is the bias, and no gradient is NaN, though the slope of sqrt at 0 is infinite."""
+    """The output is the bias, and no gradient is NaN although the derivative of sqrt at 0 is infinite."""
     x = X.at[0, 1].set(2.5)
     output = layer_norm(x, **PARAMS, variant=variant)
     np.testing.assert_allclose(output[0, 1], PARAMS["bias"], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Positional encoding (paper section 3.5) against the reference, and the learned table's end."""
+"""Positional encoding (paper section 3.5) against the reference, and the learned position table."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Matrices of 8 bits against NumPy in float64, and the bound of their error."""
+"""8-bit matrices against NumPy in float64, and the bound on their error."""
 
 import jax.numpy as jnp
 import numpy as np

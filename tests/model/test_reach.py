@@ -1,4 +1,4 @@
-"""Who may influence whom, proved by gradients that are exactly zero, and non-zero where attention is allowed."""
+"""Which positions influence which: gradients are exactly zero where masked and nonzero where attention is allowed."""
 
 import dataclasses
 
@@ -17,11 +17,11 @@ from model_cases import (
 
 from transformer_jax.model.transformer import Transformer
 
-# Every position of every row has a token of its own, so the gradient with respect to the embedding table is the
-# gradient with respect to what stands at that position. The tables are not tied, so they occur nowhere else.
+# Every position of every row has a distinct token, so the gradient with respect to the embedding table is the
+# gradient with respect to the input at that position. The tables are not tied, so they are used nowhere else.
 PAD = 0
 SRC = np.array([[4, 5, 6], [7, 8, PAD], [PAD, PAD, PAD]], np.int32)
-TGT_IN = np.array([[1, 4, 5, 6], [2, 7, PAD, 8], [3, 9, 10, 11]], np.int32)  # a hole in row 1, to be thorough
+TGT_IN = np.array([[1, 4, 5, 6], [2, 7, PAD, 8], [3, 9, 10, 11]], np.int32)  # row 1 has padding between tokens
 
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
@@ -43,7 +43,7 @@ def test_masked_positions_have_zero_gradients(norm_position):
     for row in range(3):
         for query in range(4):
             may_source[row, query, [token for token in SRC[row] if token != PAD]] = True
-            for key in range(query + 1):  # padding is seen by itself alone, through the residual connection
+            for key in range(query + 1):  # padding influences only itself, through the residual connection
                 may_target[row, query, TGT_IN[row, key]] |= TGT_IN[row, key] != PAD or key == query
     np.testing.assert_array_equal((by_source != 0).any(-1), may_source)
     np.testing.assert_array_equal((by_target != 0).any(-1), may_target)
@@ -63,7 +63,7 @@ def test_start_token_is_attended_to_even_if_it_is_padding():
 
 @pytest.mark.parametrize("name", ["paper", "everything else"])
 def test_empty_rows_give_no_nan(name):
-    """Row 2 has an empty source and row 3 is empty altogether: logits and gradients of the sum are finite."""
+    """Row 2 has an empty source and row 3 is all padding: logits and the gradients of their sum are finite."""
     _, model, params, src, tgt_in = model_and_inputs(name)
     logits, gradients = jax.value_and_grad(lambda p: jnp.square(apply(model, p, src, tgt_in)).sum())(params)
     assert np.isfinite(logits)
@@ -80,7 +80,7 @@ def test_added_padding_does_not_change_logits():
 
 
 def test_given_masks_override_padding():
-    """With masks that hide no padding the model is that of a pad_id that does not occur."""
+    """With masks that hide no padding, the model behaves as if pad_id did not occur."""
     config, model, params, src, tgt_in = model_and_inputs("paper")
     src_mask = np.ones((4, 1, 1, 5), bool)
     tgt_mask = np.tril(np.ones((4, 1, 4, 4), bool))

@@ -1,4 +1,4 @@
-"""Several pairs a row: each is what it is in a row of its own, and none sees another."""
+"""Packed rows: each pair is computed as in a separate row, and pairs do not attend to each other."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ ROWS = (((3, 2), (4, 4), (1, 2)), ((5, 1), (0, 6)), ())
 
 
 def packed_rows(config, seed=0):
-    """`src`, `tgt_in` and their segments."""
+    """Return `src`, `tgt_in` and their segments."""
     rng = np.random.default_rng(seed)
     words = sorted(set(range(3, config.source_rows)) - {config.pad_id, config.eos_id})
     src, tgt_in = np.full((3, 9), config.pad_id, np.int32), np.full((3, 8), config.pad_id, np.int32)
@@ -40,7 +40,7 @@ NAMES = ["paper", "everything else", "tensor2tensor", "learned, offset", "halves
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packed_pair_equals_the_pair_alone(name):
-    """In float64, against the reference, which knows of no segments."""
+    """Compare in float64 with the reference, which has no segments."""
     config = dataclasses.replace(CONFIGS[name], dtype="float64", param_dtype="float64")
     params = random_params(CONFIGS[name])
     src, tgt_in, src_segments, tgt_segments = packed_rows(config)
@@ -83,7 +83,7 @@ def test_encode_and_decode_accept_segments():
 
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
 def test_gradients_between_packed_pairs_are_zero(norm_position):
-    """Every position has a token of its own, so the gradient by a row of the table is that by what stands there."""
+    """Every position has a distinct token, so the gradient of a table row is the gradient of its position."""
     config = tiny(vocab_size=12, tie_embeddings="none", norm_position=norm_position, attention_bias=True)
     model, params = Transformer(config), as_float32(random_params(config))
     src, src_segments = np.array([[4, 5, 6, 7, 8, 0]]), np.array([[1, 1, 2, 2, 2, 0]])

@@ -1,4 +1,4 @@
-"""The whole model: against the reference, its cache, its masks, its dtypes and its traces."""
+"""The complete model against the reference, with its masks, dtypes, lengths and traces."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_float64_stays_float64(name):
 
 
 def test_model_settings_change_the_logits():
-    """What is compared above would prove nothing if two settings gave the same numbers."""
+    """Guard the comparison with the reference, which would prove nothing if two settings gave equal logits."""
     equal_to_paper = {"paper", "no source EOS", "other ids"}  # the first by definition, the others change the tokens
     _, model, params, src, tgt_in = model_and_inputs("paper")
     logits = apply(model, params, src, tgt_in)
@@ -86,7 +86,7 @@ def test_source_eos_does_not_change_the_model(source_eos):
 
 
 def recorded(method_name, record):
-    """An interceptor that calls `record(module, arguments, result)` after each call of a method of that name."""
+    """Return an interceptor that calls `record(module, arguments, result)` after each call of the named method."""
 
     def interceptor(next_function, args, kwargs, context):
         result = next_function(*args, **kwargs)
@@ -241,7 +241,7 @@ def test_big_has_218_million_parameters():
 
 
 def test_model_has_no_state_besides_parameters():
-    """No collection but the parameters: the model is a pure function of them."""
+    """The only variable collection is `params`, so the model is a pure function of its parameters."""
     config = tiny(positions="learned", tie_embeddings="none", logits_bias=True)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     assert set(jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)) == {"params"}
@@ -249,7 +249,7 @@ def test_model_has_no_state_besides_parameters():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_meshes_of_both_axis_types(axis_type):
-    """Auto axes work; Explicit axes, the default of `jax.make_mesh`, fail with what to do, which works."""
+    """Auto axes work. Explicit axes, the default of `jax.make_mesh`, raise an error whose suggested fix works."""
     config = tiny()
     model, params, (src, tgt_in) = Transformer(config), to_jax(random_params(config)), to_jax(sentences(config))
     expected = apply(model, params, src, tgt_in)

@@ -135,9 +135,9 @@ def test_nonfinite_step_is_inspected_by_all_and_reported_by_one(two, tmp_path):
     too_fast = make_config(schedule="constant", peak_learning_rate=1e38, warmup_steps=1)
     with pytest.raises(UserError) as alone:
         train(tmp_path / "alone", too_fast, batches=batches)
-    said = str(alone.value).replace(str(tmp_path / "alone"), str(folder / "diverged"))
-    assert [one["diverged"] for one in found] == [said] * 2
-    assert "the loss of step 2 is nan; first: the output of " in said
+    message = str(alone.value).replace(str(tmp_path / "alone"), str(folder / "diverged"))
+    assert [one["diverged"] for one in found] == [message] * 2
+    assert "the loss of step 2 is nan; first: the output of " in message
     (report,) = (folder / "diverged").glob("diverged-*.json")
     expected = json.loads((tmp_path / "alone" / report.name).read_text())
     assert json.loads(report.read_text()) == expected

@@ -21,8 +21,8 @@ def try_disk(disk, cache, expected, kilobytes):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)], check=True)
     try:
         done = start(disk / "run", cache)
-        said = None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-        if said is not None and (done.returncode != 1 or "Traceback" in done.stderr):
+        message = None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        if message is not None and (done.returncode != 1 or "Traceback" in done.stderr):
             raise AssertionError(f"{kilobytes} kB: status {done.returncode}\n{done.stderr}")
         subprocess.run(["mount", "-o", "remount,size=1g", str(disk)], check=True)
         again = start(disk / "run", cache)
@@ -31,7 +31,7 @@ def try_disk(disk, cache, expected, kilobytes):
         found = differences(expected, outcome(disk / "run"))
         if found:
             raise AssertionError(f"{kilobytes} kB, enlarged: {', '.join(found)} differ")
-        return said
+        return message
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -48,8 +48,8 @@ def main():
         expected = make_reference(Path(folder), cache)
         for _ in range(options.disks):
             kilobytes = round(16 * 2 ** rng.uniform(0, 8))  # up to 4 MB
-            said = try_disk(disk, cache, expected, kilobytes)
-            print(f"{kilobytes} kB: {said or 'enough space'}; bit-identical after enlarging the disk", flush=True)
+            message = try_disk(disk, cache, expected, kilobytes)
+            print(f"{kilobytes} kB: {message or 'enough space'}; bit-identical after enlarging the disk", flush=True)
     return 0
 
 

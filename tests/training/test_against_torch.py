@@ -1,4 +1,4 @@
-"""Loss, schedule, optimizer, dropout and initial parameters against PyTorch: code that was not written here."""
+"""Loss, schedule, optimizer, dropout and initial parameters against PyTorch, an independent implementation."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ def torch(optional_package):
 
 
 def example():
-    """Logits `[n, v]` in float64 and targets `[n]`, some of which are padding."""
+    """Return logits `[n, v]` in float64 and targets `[n]`, some of which are padding."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, V, 40)
     targets[::5] = PAD
@@ -39,7 +39,7 @@ def example():
 
 
 def loss_and_gradient(smoothing, mass):
-    """Of `cross_entropy`, in float64."""
+    """Return loss and gradient of `cross_entropy` in float64."""
     logits, targets = example()
     with jax.enable_x64(True):
 
@@ -66,7 +66,7 @@ def test_label_smoothing_over_all_equals_torch_cross_entropy_loss(torch, smoothi
 @pytest.mark.parametrize("smoothing", [0.1, 0.4])
 @pytest.mark.parametrize("mass", ["non_target", "non_target_non_pad"])
 def test_label_smoothing_equals_torch_kl_divergence(torch, mass, smoothing):
-    """The cross-entropy is the Kullback-Leibler divergence and the entropy of the smoothed distribution."""
+    """The cross-entropy is the Kullback-Leibler divergence plus the entropy of the smoothed distribution."""
     logits, targets = (torch.tensor(array) for array in example())
     logits.requires_grad_(True)
     q = torch.full((len(targets), V), smoothing / (V - 1 if mass == "non_target" else V - 2), dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_label_smoothing_equals_torch_kl_divergence(torch, mass, smoothing):
 
 
 def equation_3(d_model, warmup_steps):
-    """Equation 3 as torch wants it: a function of the updates done so far."""
+    """Return equation 3 as a function of the number of completed updates, as torch expects it."""
     return lambda done: d_model**-0.5 * min((done + 1) ** -0.5, (done + 1) * warmup_steps**-1.5)
 
 
@@ -152,7 +152,7 @@ def test_adam_equals_torch(torch, training, rtol):
 
 
 def check_dropout(x, y, rate):
-    """Each element is 0 with probability `rate`, else 1 / (1 - rate) of itself: bounds are 5 standard deviations."""
+    """Check within 5 standard deviations that elements are 0 with probability `rate`, else scaled by 1 / (1 - rate)."""
     there = x != 0  # ReLU and masks leave zeros
     x, y = x[there].astype(np.float64), y[there].astype(np.float64)
     assert x.size > 1000
@@ -164,7 +164,7 @@ def check_dropout(x, y, rate):
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_dropout_keeps_the_mean_at_every_place(torch, rate):
-    """Embedding sums, outputs of sub-layers, attention weights, activations: all as torch.nn.Dropout."""
+    """Compare embedding sums, sub-layer outputs, attention weights and activations with torch.nn.Dropout."""
     fields = ("residual_dropout", "attention_dropout", "activation_dropout")
     config = ModelConfig(vocab_size=50, d_model=32, num_layers=1, num_heads=4, d_ff=64, **dict.fromkeys(fields, rate))
     rng = np.random.default_rng(1)
@@ -203,7 +203,7 @@ def test_dropout_keeps_the_mean_at_every_place(torch, rate):
 
 
 def check_same_uniform(ours, theirs):
-    """Two samples of one uniform distribution around 0: their variances, within 5 standard errors, and their ends."""
+    """Check that two samples share a uniform distribution around 0, by bounds and variances (5 standard errors)."""
     ours, theirs = np.asarray(ours, np.float64).ravel(), theirs.detach().numpy().astype(np.float64).ravel()
     error = math.sqrt(0.8 / ours.size + 0.8 / theirs.size)  # the kurtosis of a uniform distribution is 1.8
     assert abs(ours.var() / theirs.var() - 1) < 5 * error
@@ -258,7 +258,7 @@ def test_torch_fused_equals_initial_torch_transformer(torch):
 
 
 def test_key_bias_does_not_change_attention(torch):
-    """It adds the same number to all scores of a query: the softmax, and so every gradient but rounding, stays."""
+    """A key bias adds one constant to all scores of a query, which leaves the softmax and all gradients unchanged."""
     rng = np.random.default_rng(4)
     x, memory = rng.normal(size=(2, 3, 8)), rng.normal(size=(2, 5, 8))
     with jax.enable_x64(True):

@@ -55,7 +55,7 @@ def test_only_validations_and_checkpoints_use_the_average(tmp_path):
     assert np.abs(seen[-1]["embedding"]["table"] - state.params["embedding"]["table"]).max() > 1e-3
     for step, params in zip((2, 4), seen, strict=True):
         assert_trees_identical(params_at(tmp_path / "run", step), params)
-    # An average lies where its parameter lies.
+    # An average is sharded like its parameter.
     mesh = make_mesh(2, 2, 2)
     shardings = tree_shardings(state, mesh)
     assert shardings.opt_state.ema == shardings.params
@@ -66,7 +66,7 @@ VALID_LOSSES = (3.0, 2.0, 2.5, 2.0, 1.0)  # to be no worse is not to be better: 
 
 
 def reported(step_from_1):
-    """Validations that report VALID_LOSSES from a step on."""
+    """Return validations that report VALID_LOSSES, starting at a step."""
     left = iter(VALID_LOSSES[step_from_1 - 1 :])
     return lambda params, step: Evaluation({"valid_loss": next(left)})
 
@@ -82,7 +82,7 @@ def test_run_without_improvement_stops_early_and_stays_stopped(tmp_path):
 
 @pytest.mark.parametrize("missing", ["nothing", "metrics.jsonl", "validations"])
 def test_resumed_run_stops_early_where_an_uninterrupted_one_does(missing, tmp_path):
-    """Early stopping does not depend on the log; a checkpoint of an earlier version takes the validations from it."""
+    """Early stopping reads the checkpoint, and falls back to the log for checkpoints of earlier versions."""
     run = tmp_path / "run"
     train(run, make_config(num_steps=3, **PATIENT), evaluate=reported(1))
     if missing == "metrics.jsonl":
@@ -109,7 +109,7 @@ def test_only_a_strictly_better_validation_counts_as_an_improvement():
 
 
 def figures_of(folder):
-    """Return the rows of the logs without how fast they were made, and the validations of the checkpoints."""
+    """Return the logged rows without their speed, and the validations stored in the checkpoints."""
     files = [folder / "checkpoints" / str(step) / "metrics" / "metrics" for step in steps_of(folder)]
     best = resolve_checkpoint(RunDir(folder), "best").name
     samples = (folder / "samples.jsonl").read_text()
@@ -129,9 +129,9 @@ def test_two_interrupts_during_a_validation_change_nothing_after_resuming(step, 
         return evaluate(params, now)
 
     config = make_config(validate_every=2)
-    train(tmp_path / "whole", config, evaluate=evaluate)
+    train(tmp_path / "uninterrupted", config, evaluate=evaluate)
     with python_interrupt_handler(), pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", config, evaluate=interrupted)
     assert steps_of(tmp_path / "run")[-1] == step, "the steps before the validation are saved"
     train(tmp_path / "run", config, evaluate=evaluate)
-    assert figures_of(tmp_path / "run") == figures_of(tmp_path / "whole")
+    assert figures_of(tmp_path / "run") == figures_of(tmp_path / "uninterrupted")

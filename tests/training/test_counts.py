@@ -1,4 +1,4 @@
-"""What the compiled training step costs: counted by XLA, so the same on every machine."""
+"""Operations, bytes and memory of the compiled training step, counted by XLA and so equal on every machine."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def tree_bytes(tree):
 
 
 def compile_step(**options):
-    """The abstract state of a training step, and the step compiled for it."""
+    """Return the abstract state of a training step, and the step compiled for it."""
     model, optimizer = Transformer(MODEL), make_optimizer(TrainingConfig(), MODEL.d_model)
     state = jax.eval_shape(partial(init_state, model, optimizer), init_rng(0))
     batch = Batch(*[jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)] * 3)
@@ -44,15 +44,15 @@ def test_compiled_step_stays_within_operations_bytes_and_memory():
     logits, activations = tokens * MODEL.vocab_size * 4, tokens * MODEL.d_model * 4
     layers = MODEL.num_layers * 2  # of the encoder and of the decoder
 
-    # Matrix products are nearly all of it: norms, softmax, dropout and Adam may add 6 %, a product done twice may not.
+    # Matrix products dominate: norms, softmax, dropout and Adam may add 6 %, but a repeated product may not.
     counted = sum(training_flops(MODEL, LENGTH, LENGTH)) * tokens
     assert 1.0 <= cost["flops"] / counted <= 1.06
 
-    # Found for three models of other sizes too: 20 passes over the weights, 12 over the logits, and for each layer as
-    # much as 323 over its activations. A sixth more is a pass that was not there.
+    # Fitted to three models of other sizes: 20 passes over the weights, 12 over the logits, and for each layer as
+    # many as 323 over its activations. 15 % more means an additional pass.
     assert cost["bytes accessed"] <= 1.15 * (20 * weights + 12 * logits + 323 * layers * activations)
 
-    # The state is updated where it lies. Beside it stand gradients, logits, and for each layer what its backward pass
+    # The state is updated in place. Temporary memory holds gradients, logits, and for each layer what its backward pass
     # needs: 32 times its activations at the time of writing.
     assert memory.alias_size_in_bytes >= tree_bytes(state)
     assert memory.temp_size_in_bytes <= 1.1 * (weights + 4 * logits + 32 * layers * activations)

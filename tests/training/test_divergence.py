@@ -1,5 +1,5 @@
-"""Steps that are not finite: where it began, what is written, stop or skip. The harm is real: numbers too large for
-float32, and token ids that no table has a row for."""
+"""Nonfinite steps: their origin, the report, and stopping or skipping. They are provoked by numbers too large for
+float32, and by token ids outside the embedding table."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ LAYER = "encoder/layer_0/"
 
 
 def strict_rows(text):
-    """Lines of JSON, without the words NaN and Infinity that Python would take for it."""
+    """Parse JSON lines, and reject the words NaN and Infinity that Python would accept."""
     return [json.loads(line, parse_constant=pytest.fail) for line in text.removesuffix("\n").split("\n")]
 
 
@@ -40,7 +40,7 @@ def params():
 
 
 def changed(params, path, value):
-    """The tree with every entry of one leaf replaced."""
+    """Return the tree with every entry of one leaf replaced."""
     name, _, rest = path.partition("/")
     return params | {name: changed(params[name], rest, value) if rest else jnp.full_like(params[name], value)}
 
@@ -67,7 +67,7 @@ def test_report_names_the_first_nonfinite_layer_of_the_forward_pass(params, path
 
 
 def test_report_names_an_overflowing_gradient_or_sum():
-    """Logits of zero from the largest weights: the loss is log 16, its gradient is not finite where they are read."""
+    """The largest weights give logits of zero: the loss is log 16, and its gradient is not finite."""
     config = dataclasses.replace(
         make_config(label_smoothing=0.0), model=dataclasses.replace(MODEL, tie_embeddings="none")
     )
@@ -87,7 +87,7 @@ def test_report_names_an_overflowing_gradient_or_sum():
 
 
 def test_nonfinite_gradient_with_a_finite_loss_changes_nothing():
-    """Finite logits that differ by more than float32 holds in a square: the norm of the gradient overflows."""
+    """The squared differences of finite logits exceed float32, so the norm of the gradient overflows."""
     model, optimizer = Transformer(MODEL), make_optimizer(make_config().training, MODEL.d_model)
     state = init_state(model, optimizer, init_rng(0))
     table = state.params["embedding"]["table"]
@@ -121,7 +121,7 @@ def test_gradients_are_listed_in_the_order_of_the_backward_pass(params, monkeypa
 
 def test_microbatches_are_inspected_in_turn(params):
     batch = random_batch(0, rows=16)
-    batch.src[3, 0] = MODEL.vocab_size + 7  # the table has no such row
+    batch.src[3, 0] = MODEL.vocab_size + 7  # outside the embedding table
     found = locate_nonfinite(make_config(accumulate=2), params, batch, dropout_rng(0), 1, PAPER_LOSS)
     assert found["first"] == "the output of embedding"
 
@@ -130,8 +130,8 @@ def sentences(index):
     return [{"pair": index, "source": "a\u2028b", "target": "ä"}]
 
 
-def poisoned_from(*steps):
-    """The batches of `tiny`, but that those of these steps hold an id that no table has a row for."""
+def invalid_ids_at(*steps):
+    """Return the batches of `tiny`, with an id outside the embedding table at the given steps."""
 
     def batches(position):
         for index, batch in enumerate(batches_from(position), position + 1):
@@ -143,10 +143,10 @@ def poisoned_from(*steps):
 
 
 def test_stopped_run_reports_layer_and_sentences_of_the_step(tmp_path, monkeypatch):
-    looked_into = []
+    inspected = []
 
     def look(config, params, batch, dropout_rng, step, loss):
-        looked_into.append((step, params, batch))
+        inspected.append((step, params, batch))
         return {"first": "somewhere", "parameters": [], "largest": np.inf}
 
     monkeypatch.setattr(divergence, "locate_nonfinite", look)
@@ -158,8 +158,8 @@ def test_stopped_run_reports_layer_and_sentences_of_the_step(tmp_path, monkeypat
     tree = json.loads(report.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     expected = {"first": "somewhere", "parameters": [], "largest": None, "sentences": sentences(1)}
     assert tree == {"step": 2, "problem": "the loss of step 2 is nan", **expected}
-    # Step 3 was under way by then, and has changed nothing: the parameters are those that step 2 met.
-    ((step, params, batch),) = looked_into
+    # Step 3 was already dispatched and has changed nothing: the parameters equal those before step 2.
+    ((step, params, batch),) = inspected
     assert step == 2
     assert_trees_identical(params, params_at(folder, 1))
     assert_trees_identical(batch, random_batch(1))
@@ -168,7 +168,7 @@ def test_stopped_run_reports_layer_and_sentences_of_the_step(tmp_path, monkeypat
 def test_skipped_step_changes_only_the_step_count(tmp_path, monkeypatch):
     monkeypatch.setattr(divergence, "locate_nonfinite", lambda *_: {"first": "the output of embedding"})
     config = make_config(on_divergence="skip", checkpoint_every=1)
-    outcome = train(tmp_path / "run", config, batches=poisoned_from(3), describe=sentences)
+    outcome = train(tmp_path / "run", config, batches=invalid_ids_at(3), describe=sentences)
     assert (outcome.step, int(outcome.state.step)) == (4, 4)
     assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
     after = [params_at(tmp_path / "run", step) for step in (2, 3)]
@@ -185,10 +185,10 @@ def test_skipped_step_changes_only_the_step_count(tmp_path, monkeypatch):
     np.testing.assert_allclose([rows[i]["learning_rate"] for i in (0, 1, 3)], np.array([1, 2, 3]) * 0.25 / 8, rtol=1e-5)
     assert "output of embedding" in (tmp_path / "run" / "diverged-3.json").read_text()
 
-    # Cut short behind the skipped step, and gone on with, it is the same run.
+    # A run stopped after the skipped step and resumed is bit-identical.
     cut = tmp_path / "cut"
-    train(cut, make_config(on_divergence="skip", checkpoint_every=1, num_steps=3), batches=poisoned_from(3))
-    assert_trees_identical(train(cut, config, batches=poisoned_from(3)).state, outcome.state)
+    train(cut, make_config(on_divergence="skip", checkpoint_every=1, num_steps=3), batches=invalid_ids_at(3))
+    assert_trees_identical(train(cut, config, batches=invalid_ids_at(3)).state, outcome.state)
 
 
 def test_too_many_consecutive_skipped_steps_end_the_run(tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run(tmp_path, monkeypatch):
         log_lines() as lines,
         pytest.raises(UserError, match=r"step 14 is nan and 10 steps in a row were skipped; first: somewhere"),
     ):
-        train(tmp_path / "run", config, batches=poisoned_from(*steps))
+        train(tmp_path / "run", config, batches=invalid_ids_at(*steps))
     rows = strict_rows((tmp_path / "run" / "metrics.jsonl").read_text())
     assert [row["skipped"] for row in rows] == [1, *range(1, MAX_IN_A_ROW)]
     assert "step 5 skipped: the loss of step 5 is nan" in lines

@@ -1,4 +1,4 @@
-"""The generator of dropout's bits: its definition, and statistics that a poor one fails."""
+"""The generator of dropout bits: its definition, and statistics that a poor generator fails."""
 
 import math
 
@@ -18,7 +18,7 @@ KEY, BITS = [108100235, 1675753785], [2185261027, 2217185121, 4044688813, 268119
 
 
 def number(key: tuple[int, int], index: int) -> int:
-    """Number `index` of a key, in Python's integers."""
+    """Return number `index` of a key, computed with Python integers."""
     x = index ^ key[0]
     x = (x ^ x >> 16) * 0x7FEB352D & MASK
     x = (x ^ x >> 15) + key[1] & MASK
@@ -36,7 +36,7 @@ def test_bits_equal_the_definition_in_integers():
 
 
 def test_bits_are_the_same_in_every_version():
-    """A run that goes on after an upgrade has the dropout it would have had."""
+    """A run that resumes after an upgrade gets the same dropout masks."""
     key = jax.random.fold_in(dropout_rng(0), 5)
     assert jax.random.key_data(key).tolist() == KEY
     assert jax.random.bits(key, (4,)).tolist() == BITS
@@ -53,13 +53,13 @@ def test_dropout_keys_are_distinct():
 
 
 def keep_masks(keys, rate):
-    """The dropout masks of keys, as NumPy."""
+    """Return the dropout masks of keys as NumPy arrays."""
     draw = jax.jit(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, SHAPE)))
     return np.asarray(draw(keys))
 
 
 def statistics(masks, rate):
-    """z-scores that should be those of independent coins: {name: array}."""
+    """Return {name: z-scores} of statistics that are standard normal for independent Bernoulli masks."""
     coins = (masks - (1 - rate)) / math.sqrt(rate * (1 - rate))  # mean 0, variance 1
     flat = coins.reshape(len(coins), -1)
     root = math.sqrt(flat.shape[1])
@@ -77,7 +77,7 @@ def statistics(masks, rate):
 
 
 def failures(masks, rate):
-    """The statistics that are not those of independent coins: their spread is not 1, or one of them is far out."""
+    """Return the statistics whose spread differs from 1 or that have an outlier."""
     found = {}
     for name, z in statistics(masks, rate).items():
         spread, far = float(np.mean(z**2)), float(np.abs(z).max())
@@ -88,7 +88,7 @@ def failures(masks, rate):
 
 
 def keys_of(kind):
-    """Keys as training makes them: of 24 steps, of 24 layers of a step, of 24 seeds."""
+    """Return keys as training derives them: for 24 steps, for 24 layers of a step, or for 24 seeds."""
     key = dropout_rng(1)
     numbers = jnp.arange(24)
     if kind == "steps":
@@ -106,7 +106,7 @@ def test_dropout_masks_are_independent_bernoulli(kind, rate):
 
 
 def test_statistics_reject_a_poor_generator():
-    """A hash with one multiplication, and keys that only shift it."""
+    """The poor generator is a hash with one multiplication, whose keys only shift it."""
     index = np.arange(math.prod(SHAPE), dtype=np.uint32)[None]
     starts = np.random.default_rng(0).integers(0, 2**32, (24, 1), np.uint32)
     poor = (index + starts) * np.uint32(0x9E3779B9) >= np.uint32(0.1 * 2**32)

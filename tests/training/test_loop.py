@@ -1,4 +1,4 @@
-"""`fit`: resuming, saving, stopping, and what is written on the way."""
+"""`fit`: resuming, saving, stopping, and the files of a run."""
 
 import itertools
 import json
@@ -39,16 +39,16 @@ from transformer_jax.types import UserError
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Four steps in one go, a checkpoint at each, and the state after them."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
+def uninterrupted(tmp_path_factory):
+    """Return an uninterrupted run of four steps with a checkpoint at each, and its final state."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     outcome = train(folder, make_config(checkpoint_every=1))
     assert (outcome.step, outcome.interrupted_by) == (4, None)
     assert len(rows_of(folder, "step")) == 4, "a validation without figures writes nothing"
     return folder, outcome.state
 
 
-def test_resumed_run_is_bit_identical(whole, tmp_path):
+def test_resumed_run_is_bit_identical(uninterrupted, tmp_path):
     positions = []
 
     def batches(position):
@@ -61,49 +61,49 @@ def test_resumed_run_is_bit_identical(whole, tmp_path):
     outcome = train(folder, make_config(), batches=batches)
     assert (outcome.step, outcome.interrupted_by, steps_of(folder)) == (4, None, [2, 4])
     assert positions == [0, 2]
-    assert_trees_identical(outcome.state, whole[1])
+    assert_trees_identical(outcome.state, uninterrupted[1])
     assert len(lessons(folder)) == 4
-    assert lessons(folder) == lessons(whole[0])
-    # A checkpoint is what the state was then: the donated steps that came after it have changed nothing in it.
+    assert lessons(folder) == lessons(uninterrupted[0])
+    # Later steps donate their state, and must not change a checkpoint.
     for step, tree in ((2, half.state.params), (4, outcome.state.params)):
-        for run in (folder, whole[0]):
+        for run in (folder, uninterrupted[0]):
             assert_trees_identical(params_at(run, step), tree)
 
 
-def test_run_resumes_on_another_mesh(whole, tmp_path):
+def test_run_resumes_on_another_mesh(uninterrupted, tmp_path):
     folder = tmp_path / "run"
     train(folder, make_config(num_steps=2))
     mesh = make_mesh(2, 2, 2)
     outcome = train(folder, make_config(), mesh=mesh)
-    np.testing.assert_allclose(losses(folder), losses(whole[0]), rtol=1e-5)
-    assert_trees_close(outcome.state.opt_state, whole[1].opt_state, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(losses(folder), losses(uninterrupted[0]), rtol=1e-5)
+    assert_trees_close(outcome.state.opt_state, uninterrupted[1].opt_state, rtol=1e-3, atol=1e-5)
     table = outcome.state.params["embedding"]["table"]
     assert table.sharding == tree_shardings(outcome.state.params, mesh)["embedding"]["table"]
 
 
-def test_finished_run_takes_no_step(whole):
-    before = (whole[0] / "metrics.jsonl").read_text()
-    outcome = train(whole[0], make_config(), batches=lambda position: iter(()))
+def test_finished_run_takes_no_step(uninterrupted):
+    before = (uninterrupted[0] / "metrics.jsonl").read_text()
+    outcome = train(uninterrupted[0], make_config(), batches=lambda position: iter(()))
     assert outcome.step == 4
-    assert_trees_identical(outcome.state, whole[1])
-    assert (whole[0] / "metrics.jsonl").read_text() == before
+    assert_trees_identical(outcome.state, uninterrupted[1])
+    assert (uninterrupted[0] / "metrics.jsonl").read_text() == before
 
 
-def test_resuming_drops_later_rows_and_a_truncated_line(whole, tmp_path):
+def test_resuming_drops_later_rows_and_a_truncated_line(uninterrupted, tmp_path):
     folder = tmp_path / "run"
     train(folder, make_config(num_steps=2))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "loss": 77.0}\n{"step": 3, "valid_loss": 77.0}\n{"step": 4, "lo')
     (folder / "samples.jsonl").write_text('{"step": 2, "translation": "a\u2028b"}\n{"step": 3, "translation": "c"}\n')
     train(folder, make_config())
-    assert lessons(folder) == lessons(whole[0])
+    assert lessons(folder) == lessons(uninterrupted[0])
     assert not rows_of(folder, "valid_loss")
     assert (folder / "samples.jsonl").read_text() == '{"step": 2, "translation": "a\u2028b"}\n'
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("place", ["batches", "evaluate"])
-def test_signal_saves_the_current_step_and_stops(name, place, whole, tmp_path):
+def test_signal_saves_the_current_step_and_stops(name, place, uninterrupted, tmp_path):
     def send():
         os.kill(os.getpid(), signal.Signals[name])
 
@@ -125,8 +125,8 @@ def test_signal_saves_the_current_step_and_stops(name, place, whole, tmp_path):
     assert steps_of(folder) == [3]
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     if place == "batches" and name == "SIGTERM":
-        assert_trees_identical(train(folder, make_config()).state, whole[1])
-        assert lessons(folder) == lessons(whole[0])
+        assert_trees_identical(train(folder, make_config()).state, uninterrupted[1])
+        assert lessons(folder) == lessons(uninterrupted[0])
 
 
 def test_signal_before_the_first_step_saves_step_0(tmp_path):
@@ -140,7 +140,7 @@ def test_signal_before_the_first_step_saves_step_0(tmp_path):
 
 def test_second_interrupt_ends_at_once(tmp_path):
     def batches(position):
-        for _ in range(2):  # in this thread and at once: two on their way at the same time would be one
+        for _ in range(2):  # sent from this thread one after the other: two pending signals would merge into one
             signal.raise_signal(signal.SIGINT)
         yield random_batch(0)
 
@@ -149,29 +149,29 @@ def test_second_interrupt_ends_at_once(tmp_path):
 
 
 def poison(monkeypatch, step, name, value):
-    """Let `train_step` report `value` as its loss or gradient at one step, and spoil the parameters with it."""
+    """Make `train_step` report `value` as its loss or gradient at one step, and write it into the parameters."""
 
-    def spoilt(state, batch, rng, **constants):
+    def poisoned_step(state, batch, rng, **constants):
         new_state, metrics = train_step(state, batch, rng, **constants)
         hit = new_state.step == step
         params = jax.tree.map(lambda x: jnp.where(hit, value, x), new_state.params)
         metrics = metrics._replace(**{name: jnp.where(hit, value, getattr(metrics, name))})
         return new_state.replace(params=params), metrics
 
-    monkeypatch.setattr(loop, "train_step", spoilt)
+    monkeypatch.setattr(loop, "train_step", poisoned_step)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said", "training"),
+    ("name", "value", "reported", "training"),
     [
         ("loss", math.nan, "loss of step 3 is nan", {"checkpoint_every": 1}),
         ("loss", math.inf, "loss of step 3 is inf", {"checkpoint_seconds": 1e-9, "log_every": 100}),
         ("grad_norm", math.inf, "gradient's norm of step 3 is inf", {"checkpoint_every": 1, "log_every": 100}),
     ],
 )
-def test_nonfinite_step_stops_the_run_and_is_not_saved(name, value, said, training, tmp_path, monkeypatch):
+def test_nonfinite_step_stops_the_run_and_is_not_saved(name, value, reported, training, tmp_path, monkeypatch):
     poison(monkeypatch, 3, name, value)
-    with pytest.raises(UserError, match=f"training stopped: the {said}.*lower learning rate"):
+    with pytest.raises(UserError, match=f"training stopped: the {reported}.*lower learning rate"):
         train(tmp_path / "run", make_config(**training))
     assert steps_of(tmp_path / "run") == [1, 2]
     assert all(row["step"] < 3 for row in rows_of(tmp_path / "run"))
@@ -198,7 +198,7 @@ def test_nonfinite_last_step_is_neither_evaluated_nor_saved(place, tmp_path, mon
 
 @contextmanager
 def compilations():
-    """The compilations inside, as a list of seconds."""
+    """Record the compilations inside the block as a list of seconds."""
     found = []
 
     def listen(event, seconds, **_):
@@ -213,7 +213,7 @@ def compilations():
 
 
 def test_warmup_batches_compile_before_the_first_step_and_nothing_compiles_later(tmp_path):
-    """Nothing is copied to the device implicitly either."""
+    """Implicit transfers to the device are also forbidden."""
     after_step = []
 
     def batches(position):
@@ -245,7 +245,7 @@ def test_profile_writes_a_trace(tmp_path):
 
 
 def test_run_writes_rows_validations_and_checkpoints_and_fetches_once_per_step(tmp_path, monkeypatch):
-    """One run looked at from all sides: five steps of two shapes, logged and validated now and then."""
+    """Check all outputs of one run: five steps of two shapes with logging and validation."""
     folder, traces, fetched, evaluated, seen = tmp_path / "run", [], [], [], []
 
     def counted_step(*args, **constants):

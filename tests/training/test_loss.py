@@ -18,7 +18,7 @@ V = 7
 
 
 def example(pad_id=0, rows=6):
-    """Logits `b t v`, and targets of which about a quarter are padding."""
+    """Return logits `b t v`, and targets of which about a quarter are padding."""
     rng = np.random.default_rng(pad_id)
     targets = rng.integers(0, V, (rows, 4))
     targets[rng.random((rows, 4)) < 0.2] = pad_id
@@ -27,7 +27,7 @@ def example(pad_id=0, rows=6):
 
 @partial(jax.jit, static_argnames=("smoothing", "mass", "pad_id"))
 def loss_of(logits, targets, smoothing=0.1, mass="non_target", pad_id=0):
-    """`cross_entropy` where all that isn't padding counts."""
+    """Return `cross_entropy` over all positions that are not padding."""
     return cross_entropy(logits, targets, targets != pad_id, LossSpec(smoothing, mass, pad_id))
 
 
@@ -64,11 +64,11 @@ def test_gradient_is_softmax_minus_the_smoothed_target(mass):
 @given(parts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def test_loss_sums_do_not_depend_on_the_batch_split(parts):
     logits, targets = example()
-    whole = loss_of(logits, targets)
+    full = loss_of(logits, targets)
     split = [loss_of(logits[rows], targets[rows]) for part in set(parts) for rows in [np.equal(parts, part)]]
-    assert sum(sums.num_tokens for sums in split) == whole.num_tokens
-    np.testing.assert_allclose(sum(sums.loss_sum for sums in split), whole.loss_sum, rtol=1e-5)
-    np.testing.assert_allclose(sum(sums.nll_sum for sums in split), whole.nll_sum, rtol=1e-5)
+    assert sum(sums.num_tokens for sums in split) == full.num_tokens
+    np.testing.assert_allclose(sum(sums.loss_sum for sums in split), full.loss_sum, rtol=1e-5)
+    np.testing.assert_allclose(sum(sums.nll_sum for sums in split), full.nll_sum, rtol=1e-5)
 
 
 def test_positions_of_weight_zero_do_not_affect_the_loss():

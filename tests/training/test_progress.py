@@ -1,4 +1,4 @@
-"""What a user sees of a training run, on a terminal and elsewhere."""
+"""Progress of a training run on a terminal, in log files and in TensorBoard."""
 
 import io
 import logging
@@ -63,7 +63,7 @@ def test_without_a_terminal_progress_is_logged_every_ten_seconds(monkeypatch):
 
 
 def events(run):
-    """Of TensorBoard's files, in the order of writing: length, checksum, event, checksum."""
+    """Yield TensorBoard's events in the order of writing. A record is length, checksum, event, checksum."""
     for path in sorted(run.tensorboard.glob("events.out.tfevents*")):
         data = path.read_bytes()
         while data:
@@ -84,9 +84,9 @@ def test_tensorboard_rows_are_flushed_and_a_resume_hides_later_ones(tmp_path):
 
 
 def test_full_disk_raises_and_never_blocks(tmp_path, monkeypatch):
-    said = r"cannot write \S+: No space left on device. Free disk space and run the same command again"
+    message = r"cannot write \S+: No space left on device. Free disk space and run the same command again"
     full = open("/dev/full", "a")  # noqa: SIM115  it cannot be closed without an error either
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         metrics._append(full, {"step": 1})
     with pytest.raises(OSError, match="No space left"):
         full.close()
@@ -96,8 +96,8 @@ def test_full_disk_raises_and_never_blocks(tmp_path, monkeypatch):
 
     board = metrics._Board(tmp_path / "tensorboard", 0)
     monkeypatch.setattr(board._file, "flush", fail)
-    for step in range(40):  # more than tensorboardX's queue has places
-        with pytest.raises(UserError, match=said):
+    for step in range(40):  # more than the capacity of tensorboardX's queue
+        with pytest.raises(UserError, match=message):
             board.write(step, {"loss": 1.0})
     monkeypatch.undo()
     board.close()

@@ -1,4 +1,4 @@
-"""The loss that makes the logits itself, a part at a time, against the one that is given them."""
+"""The fused loss, which computes the logits in chunks, against cross-entropy over all logits."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def test_bfloat16_is_summed_in_float32_and_gradients_have_their_own_dtype():
 
 
 def test_fused_loss_holds_at_most_max_logits():
-    """1,024 positions and 4,096 tokens: 16 MiB of logits, or a sixteenth of them at a time."""
+    """1,024 positions and 4,096 tokens give 16 MiB of logits, computed at once or in 16 chunks."""
     x = jax.ShapeDtypeStruct((8, 128, 16), jnp.float32)
     output = Unembedding(jax.ShapeDtypeStruct((4096, 16), jnp.float32), None)
     targets, weights = jax.ShapeDtypeStruct((8, 128), jnp.int32), jax.ShapeDtypeStruct((8, 128), jnp.bool_)

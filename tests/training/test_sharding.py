@@ -1,4 +1,4 @@
-"""The same training on every mesh of eight simulated devices, and the table of which array lies where."""
+"""Training on every mesh of eight simulated devices gives equal results, and each array has its sharding."""
 
 import re
 
@@ -40,7 +40,7 @@ VARIANT = ModelConfig.base(
 
 
 def short(path):
-    """A path without what the table doesn't distinguish."""
+    """Return a path without the parts that the sharding rules do not distinguish."""
     path = re.sub(r"^(encoder|decoder)/(layer_\d+/)?\w+_norm/", "NORM/", path)
     path = re.sub(r"^(encoder|decoder)/layer_\d+/(self|cross)_attention/", "ATTENTION/", path)
     return re.sub(r"^(encoder|decoder)/layer_\d+/", "STACK/LAYER/", path)
@@ -88,7 +88,7 @@ def test_eight_devices_train_like_one_device(sizes, alone, tmp_path):
     assert len(alone[0]) == 4
     np.testing.assert_allclose(losses(tmp_path / "run"), alone[0], rtol=1e-5)
     assert_trees_close(outcome.state.opt_state, alone[1].opt_state, rtol=1e-3, atol=1e-5)
-    # Every array is where the table says: parameters, and both moments of Adam alike.
+    # Parameters and both moments of Adam are sharded according to the rules.
     wanted = flatten_dict(tree_shardings(outcome.state.params, mesh))
     adam = outcome.state.opt_state[0]
     for tree in (outcome.state.params, adam.mu, adam.nu):
@@ -100,12 +100,12 @@ def test_eight_devices_train_like_one_device(sizes, alone, tmp_path):
 
 
 def test_accumulation_on_many_devices_gives_the_same_update(tmp_path):
-    """Without dropout: its bits depend on how a batch is cut in time."""
+    """Dropout is disabled, because its bits depend on how a batch is split into microbatches."""
     quiet = changed(make_config(num_steps=1), model={"residual_dropout": 0.0})
     parts = changed(quiet, training={"accumulate": 2})
-    train(tmp_path / "whole", quiet, batches=batches)
+    train(tmp_path / "at_once", quiet, batches=batches)
     train(tmp_path / "parts", parts, mesh=make_mesh(2, 2, 2), batches=batches)
-    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "at_once"), rtol=1e-5)
 
 
 def test_data_axis_takes_the_remaining_devices():

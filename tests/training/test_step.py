@@ -1,4 +1,4 @@
-"""THE training step."""
+"""The training and evaluation steps."""
 
 import dataclasses
 from functools import cache, partial
