@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 from transformer_jax.checkpoint.manifest import MANIFEST, read_verified, verify, write_checksums, write_verified
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
-from transformer_jax.runtime.files import JsonObject, atomic_dir, read_json, to_json
+from transformer_jax.runtime.files import JsonObject, atomic_dir, to_json
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
 State = TypeVar("State")
@@ -61,11 +61,11 @@ class Checkpoints:
         """Keep the last `keep` checkpoints, the best one by `best_by`, and multiples of `keep_every` (0: none)."""
         score = partial(selection_score, best_by=best_by)
         best = checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
-        multiples = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
+        kept = [checkpoint_managers.LatestN(keep), best]
+        if keep_every:
+            kept.append(checkpoint_managers.EveryNSteps(keep_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(
-                [checkpoint_managers.LatestN(keep), *multiples, best]
-            ),
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept),
             best_fn=score,  # Orbax writes metrics only with this option
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
@@ -91,7 +91,12 @@ class Checkpoints:
             self.wait()
             stored = read_history(self._run, step)
             if stored is not None and stored.is_pending and not history.is_pending:
-                self._replace_history(step, {METRICS: json.dumps(metrics), _HISTORY_FILE: json.dumps(item)})
+                # Orbax writes these files with the same texts. The history is last, because it ends the validation.
+                texts = {METRICS: json.dumps(metrics), _HISTORY_FILE: json.dumps(item)}
+                self._saving = step
+                with self._write_errors():
+                    on_main_process(write_verified)(self._run.checkpoints / str(step), texts)
+                    self._manager.reload()
             return
         needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) * 11 // 10 + 2**20  # with Orbax's metadata
         self._check_space(step, needed)
@@ -109,13 +114,6 @@ class Checkpoints:
                 f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
                 f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
             )
-
-    def _replace_history(self, step: int, texts: Mapping[str, str]) -> None:
-        # Orbax writes these files with the same texts. The history is last, because it ends the validation.
-        self._saving = step
-        with self._write_errors():
-            on_main_process(write_verified)(self._run.checkpoints / str(step), texts)
-            self._manager.reload()
 
     def wait(self) -> None:
         """Wait until all pending checkpoint writes are complete, and raise UserError if one failed."""
@@ -185,15 +183,6 @@ def checkpoint_steps(run: RunDir, *, complete: bool = True) -> list[int]:
     folders = [path for path in run.checkpoints.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
     needs_manifest = complete and run.format() > 0
     return sorted(int(path.name) for path in folders if not needs_manifest or (path / MANIFEST).is_file())
-
-
-def written_at(run: RunDir, step: int) -> float:
-    """Return when a checkpoint was written, in seconds since 1970, as Orbax recorded it."""
-    file = run.checkpoints / str(step) / "_CHECKPOINT_METADATA"
-    try:
-        return float(read_json(file)["commit_timestamp_nsecs"]) / 1e9
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: does not state when the checkpoint was written: {first_line(error)}") from error
 
 
 def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> Path:

@@ -127,10 +127,7 @@ def result_lines(result: Mapping[str, Any]) -> list[str]:
     loss, perplexity = (math.inf if result[name] is None else result[name] for name in ("loss", "perplexity"))
     return [
         f"BLEU {result['bleu']:.2f}{_interval(resampled.get('BLEU'))}  ({result['bleu_signature']})",
-        *(
-            f"    {variant['bleu']:6.2f}  {variant['name']}  ({variant['signature']})"
-            for variant in result.get("variants", ())
-        ),
+        *(f"    {one['bleu']:6.2f}  {one['name']}  ({one['signature']})" for one in result.get("variants", ())),
         f"chrF {result['chrf']:.2f}{_interval(resampled.get('chrF2'))}  ({result['chrf_signature']})",
         f"loss {loss:.4f}, perplexity {perplexity:.3f} per token",
         f"{result['num_sentences']} sentences, {result['sentences_per_second']:.1f} sentences/s, "

@@ -140,19 +140,16 @@ def check_complete(translations: Sequence[str], pairs: Pairs) -> None:
 def check_direction(translator: Translator, pairs: Pairs, max_pairs: int = 100) -> None:
     """Warn if the run assigns a higher likelihood to the reverse direction of the first `max_pairs` pairs."""
     sides = list(pairs.source)[:max_pairs], list(pairs.target)[:max_pairs]
-    losses: list[float] = []
-    unknown: list[int] = []
-    for source, target in (sides, sides[::-1]):
-        try:
-            loss, encoded = _loss(translator, Pairs(source, target, pairs.origin))
-        except UserError:  # the reverse direction may have unknown words, or more tokens than the model has positions
-            if not losses:
-                raise
-            return
-        losses.append(loss)
-        unknown.append(int((encoded.target_ids == translator.tokenizers.target.unk_id).sum()))
+    loss, encoded = _loss(translator, Pairs(*sides, pairs.origin))
+    try:
+        reverse_loss, reverse = _loss(translator, Pairs(*sides[::-1], pairs.origin))
+    except UserError:  # the reverse direction may have unknown words, or more tokens than the model has positions
+        return
+    unknown, reverse_unknown = (
+        (side.target_ids == translator.tokenizers.target.unk_id).sum() for side in (encoded, reverse)
+    )
     # The reverse loss of a trained run is several times higher. Unknown words are probable in either direction.
-    if losses[1] < 0.8 * losses[0] and unknown[1] <= unknown[0]:
+    if reverse_loss < 0.8 * loss and reverse_unknown <= unknown:
         warnings.warn(
             f"{pairs.origin}: the model assigns higher likelihood to the reverse direction: are --source and "
             "--reference swapped?",
