@@ -19,9 +19,10 @@ from transformer_jax.config import (
 )
 from transformer_jax.types import UserError
 
-HALVES = {"positions": "halves", "position_exponent": "tensor2tensor"}
-TORCH = {"norm_epsilon": 1e-5, "attention_bias": True, "initialization": "torch_fused"}
-DROPOUT_INSIDE = {"attention_dropout": 0.1, "activation_dropout": 0.1}
+# Values that several presets share.
+_HALVES = {"positions": "halves", "position_exponent": "tensor2tensor"}
+_TORCH = {"norm_epsilon": 1e-5, "attention_bias": True, "initialization": "torch_fused"}
+_DROPOUT_INSIDE = {"attention_dropout": 0.1, "activation_dropout": 0.1}
 
 
 def _ids(**ids: int) -> dict[str, int]:
@@ -47,7 +48,7 @@ def paper_big(vocab_size: int) -> Config:
 def t2t_2017(vocab_size: int) -> Config:
     """Return the first release of tensor2tensor, June 2017, by the authors of the paper."""
     return paper_base(vocab_size).with_changes(
-        model={"attention_bias": True, "decoder_start": "zeros", **HALVES, **_ids(pad=0, bos=0, eos=1, unk=0)},
+        model={"attention_bias": True, "decoder_start": "zeros", **_HALVES, **_ids(pad=0, bos=0, eos=1, unk=0)},
         data={"batch_tokens": 32_768},
     )
 
@@ -55,7 +56,7 @@ def t2t_2017(vocab_size: int) -> Config:
 def t2t_2018(vocab_size: int) -> Config:
     """Return `transformer_base` of tensor2tensor since 2018: pre-norm, more dropout and another learning rate."""
     return t2t_2017(vocab_size).with_changes(
-        model={"norm_position": "pre", "final_norm": True, "attention_bias": False, **DROPOUT_INSIDE},
+        model={"norm_position": "pre", "final_norm": True, "attention_bias": False, **_DROPOUT_INSIDE},
         training={"learning_rate_scale": 2.0, "warmup_steps": 8_000, "adam_beta2": 0.997},
         decoding={"max_length_offset": 100},
     )
@@ -64,7 +65,7 @@ def t2t_2018(vocab_size: int) -> Config:
 def fairseq(vocab_size: int) -> Config:
     """Return the `transformer` of fairseq with its recipe for WMT14/16 English to German."""
     return paper_base(vocab_size).with_changes(
-        model={**TORCH, **HALVES, "position_offset": 2, "decoder_start": "eos", **_ids(pad=1, bos=0, eos=2, unk=3)},
+        model={**_TORCH, **_HALVES, "position_offset": 2, "decoder_start": "eos", **_ids(pad=1, bos=0, eos=2, unk=3)},
         data={"batch_tokens": 28_672, "max_length": 250, "max_length_ratio": 1.5},
         training={"schedule": "inverse_sqrt", "peak_learning_rate": 5e-4, "adam_epsilon": 1e-8},
         decoding={"length_penalty": "power", "stopping": "ctranslate2", "max_length_offset": 200, "min_length": 1},
@@ -91,7 +92,7 @@ def marian(vocab_size: int) -> Config:
 def torch(vocab_size: int) -> Config:
     """Return `torch.nn.Transformer`, `CrossEntropyLoss` and `torch.optim.Adam` with their defaults."""
     return paper_base(vocab_size).with_changes(
-        model={"final_norm": True, **TORCH, **DROPOUT_INSIDE},
+        model={"final_norm": True, **_TORCH, **_DROPOUT_INSIDE},
         training={"adam_beta2": 0.999, "adam_epsilon": 1e-8, "label_smoothing_over": "all"},
     )
 
