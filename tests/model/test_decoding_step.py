@@ -127,3 +127,11 @@ def test_one_trace_for_all_steps_of_a_cache():
     for position in range(4):
         _, cache = step(weights, jnp.asarray(tgt_in[:, position]), cache)
     assert traces == [(4,)]
+
+
+def test_prepare_leaves_its_argument_unchanged():
+    config, _, params, _, _ = model_and_inputs("paper")
+    params = to_jax(params)
+    before = jax.tree.structure(params)
+    jax.eval_shape(lambda: prepare_for_decoding(params, config))
+    assert jax.tree.structure(params) == before

@@ -5,10 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
@@ -25,6 +26,9 @@ from transformer_jax.types import Params, UserError
 
 Quantization = Literal["none", "bfloat16", "int8"]
 
+Caches = tuple[Cache, ...]
+Argument = TypeVar("Argument")
+
 CACHE_SIZES = (32, 128, 512)
 """KV-cache capacities in positions. Decoding moves to the next one when full; each compiles its own loop."""
 
@@ -33,11 +37,11 @@ def search_spec(
     config: ModelConfig,
     decoding: DecodingConfig,
     *,
-    max_lengths: Any,
+    max_lengths: Int[Array | np.ndarray, " b"],
     max_length: int,
     n_best: int = 1,
     forbidden_ids: Sequence[int] = (),
-    prefix: Any = None,
+    prefix: Int[Array | np.ndarray, "b p"] | None = None,
 ) -> SearchSpec:
     """Return the search specification of a model and its decoding settings; see `SearchSpec` for the other fields."""
     return SearchSpec(
@@ -105,7 +109,7 @@ def search(
     ]
     step_fns, caches = zip(*members, strict=True)
 
-    def step_fn(tokens: Int[Array, " rows"], caches: tuple[Cache, ...]) -> tuple[Float[Array, "rows v"], Any]:
+    def step_fn(tokens: Int[Array, " rows"], caches: Caches) -> tuple[Float[Array, "rows v"], Caches]:
         steps = [step(tokens, cache) for step, cache in zip(step_fns, caches, strict=True)]
         return mean_of_probabilities([logits for logits, _ in steps]), tuple(cache for _, cache in steps)
 
@@ -137,7 +141,7 @@ def _start(
     return partial(apply, method="decode_step"), apply(memory, src_mask, method="init_cache", **cache_options)
 
 
-def _for_each(change: Callable[[Cache, Any], Cache]) -> Callable[[tuple[Cache, ...], Any], tuple[Cache, ...]]:
+def _for_each(change: Callable[[Cache, Argument], Cache]) -> Callable[[Caches, Argument], Caches]:
     """Return a function that applies the same change to the cache of every member."""
     return lambda caches, argument: tuple(change(cache, argument) for cache in caches)
 

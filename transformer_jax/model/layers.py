@@ -14,6 +14,7 @@ from transformer_jax.model.attention import KeysValues, MultiHeadAttention
 from transformer_jax.model.cache import Cache
 from transformer_jax.model.feed_forward import FeedForward
 from transformer_jax.model.normalization import LayerNorm
+from transformer_jax.types import Params
 
 
 def make_attention(config: ModelConfig, size: StackSize) -> MultiHeadAttention:
@@ -188,7 +189,7 @@ def _run_stack(
 
 
 def _scan_stack(
-    stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], run_layer: Any, deterministic: bool
+    stack: "Encoder | Decoder", x: Float[Array, "b t d_model"], run_layer: Callable[..., Array], deterministic: bool
 ) -> Float[Array, "b t d_model"]:
     """Apply the layers as one loop over their parameters, so that a layer is compiled once.
 
@@ -199,7 +200,7 @@ def _scan_stack(
     keys = None if deterministic else jax.random.split(stack.make_rng("dropout"), len(layers))
     layer = type(layers[0])(stack.config, parent=None)
 
-    def advance(x: Float[Array, "b t d_model"], xs: Any) -> tuple[Float[Array, "b t d_model"], None]:
+    def advance(x: Array, xs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer_params, key = xs
         rngs = {} if key is None else {"dropout": key}
         out = layer.apply({"params": layer_params}, x, method=run_layer, rngs=rngs)

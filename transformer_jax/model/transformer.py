@@ -282,10 +282,11 @@ def prepare_for_decoding(params: Params, config: ModelConfig, *, int8: bool = Fa
     `int8` the matrices of the decoder and of the logits are rounded to 8 bits (`quantize`).
     """
     decoder = dict(params["decoder"])
-    for name in decoder.keys() - {"final_norm"}:
-        attention = decoder[name]["self_attention"]
-        fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
-        decoder[name] |= {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
+    for name, layer in params["decoder"].items():
+        if name != "final_norm":
+            attention = layer["self_attention"]
+            fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
+            decoder[name] = layer | {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
     table = params["embedding" if config.tie_embeddings == "all" else "target_embedding"]["table"]
     matrix = params["output_projection"]["kernel"] if config.tie_embeddings == "none" else table.T
     return params | {
