@@ -192,7 +192,7 @@ def test_opus_books_is_split_into_train_validation_and_test(library):
         ("parsing_wsj:paper", ("train", "valid", None)),
     ],
 )
-def test_files_are_where_the_docstring_says(tmp_path, monkeypatch, name, stems):
+def test_recipes_read_the_files_named_in_their_docstring(tmp_path, monkeypatch, name, stems):
     config = recipe(name)
     monkeypatch.chdir(tmp_path)
     folder = Path(config.data.directory)

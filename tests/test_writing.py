@@ -1,4 +1,4 @@
-"""The wording of help texts, docstrings, error messages and documents: standard words in place of private ones."""
+"""The wording of help texts, docstrings, error messages, documents and test names: standard words."""
 
 import ast
 import re
@@ -32,6 +32,20 @@ AVOID = {
     r"\b(initial|normal|optim|token|serial)is(e|ed|er|ers|es|ing|ation)\b": "US spelling",
 }
 
+# Words to avoid in the names of tests, in addition to AVOID.
+AVOID_IN_NAMES = {
+    r"\b(says?|said|told)\b": "prints, logs, reports, states",
+    r"\b(lies|stands)\b": "is, is stored, is placed",
+    r"\b(refuse|refuses|refused)\b": "is rejected, raises",
+    r"\b(whole|torn)\b": "complete, truncated",
+    r"\b(beside|nobody|learnt|room)\b": "next to, none, learned, capacity",
+    r"\bgo(es)? on\b": "resumes, continues",
+    r"\bdraws?\b": "samples",
+}
+
+# Files of tests that contain the words to avoid.
+LISTS_WORDS = ("test_doc_pages.py", "test_writing.py")
+
 
 def texts_of(file: Path) -> Iterator[tuple[int, str]]:
     """Yield the strings of a Python file (docstrings, help texts, messages), or the paragraphs of a document."""
@@ -53,6 +67,7 @@ def files() -> list[Path]:
             *(ROOT / "transformer_jax").rglob("*.py"),
             *(ROOT / "configs").glob("*.py"),
             *(ROOT / "benchmarks").glob("*.py"),
+            *(file for file in (ROOT / "tests").rglob("*.py") if file.name not in LISTS_WORDS),
             *pages,
         ]
     )
@@ -71,6 +86,17 @@ def findings(file: Path) -> list[str]:
 @pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_texts_use_standard_words(file):
     found = findings(file)
+    assert not found, "\n".join(found)
+
+
+def test_names_of_tests_use_standard_words():
+    found = [
+        f"{file.relative_to(ROOT)}::test_{name}: {match[0]!r}; write {better}"
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def test_(\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        for pattern, better in (AVOID | AVOID_IN_NAMES).items()
+        for match in re.finditer(pattern, name.replace("_", " "))
+    ]
     assert not found, "\n".join(found)
 
 

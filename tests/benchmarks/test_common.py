@@ -1,4 +1,4 @@
-"""Sides in processes of their own, their turns, and the lines that come out."""
+"""Sides in separate processes, their turns, and the output lines."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from benchmarks.common import Output, Side, SideError, comparison, summary, take
 
 
 def clock(spec):
-    """A side of known speed, run in a process of its own: `seconds` of a unit, and what it was asked."""
+    """A side of known speed in a separate process: it returns the seconds of a unit and the received commands."""
     asked = []
 
     def turn(command):
@@ -34,9 +34,9 @@ def make_side(**spec):
 
 def test_sides_are_timed_in_turns():
     with make_side(seconds=0.1) as ours, make_side(seconds=0.3) as peer:
-        assert not ours.info["jax"]  # a side imports what it needs, and nothing comes with its process
+        assert not ours.info["jax"]  # a side's process imports only what the side needs
         found = take_turns({"ours": ours, "peer": peer}, rounds=2, turn_seconds=0.6, beam=4)
-        # The first answer does not count; it says how many units fill a turn.
+        # The first answer is not counted. It gives the number of units that fill a turn.
         assert found == {"ours": pytest.approx([0.2, 0.3]), "peer": pytest.approx([0.6, 0.9])}
         assert [command["units"] for command in ours.ask(beam=4)["asked"][:3]] == [1, 6, 6]
         assert [command["units"] for command in peer.ask(beam=4)["asked"][:3]] == [1, 2, 2]

@@ -93,7 +93,7 @@ def test_tables_contain_the_measurements(results, tmp_path):
 
 
 def test_plot_has_every_speedup_and_is_deterministic(results, tmp_path, monkeypatch, optional_package):
-    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # and not the user's home
+    monkeypatch.setenv("MPLCONFIGDIR", str(tmp_path))  # instead of the user's home
     optional_package("matplotlib")
     lines = report.read_lines(results)
     report.plot(lines, tmp_path / "one.svg")
@@ -118,4 +118,4 @@ def test_invalid_markers_and_results_raise(tmp_path):
 def test_document_is_up_to_date_with_the_committed_results():
     text = report.DOCUMENT.read_text(encoding="utf-8")
     assert report.render(text, report.read_lines(report.RESULTS)) == text
-    assert report.render(text, []).count("Not measured yet.") >= 5  # the markers are there
+    assert report.render(text, []).count("Not measured yet.") >= 5  # the markers exist

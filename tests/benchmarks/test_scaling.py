@@ -1,4 +1,4 @@
-"""Bytes and traffic a device, counted from the config, beside what XLA compiles for eight devices."""
+"""Bytes and traffic per device computed from the config, compared with XLA's program for eight devices."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ OPERATION = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-al
 
 
 def compile_step(*sizes):
-    """The training step for a mesh, compiled and not run."""
+    """Return the compiled training step for a mesh, without running it."""
     mesh, model = make_mesh(*sizes), Transformer(MODEL)
     optimizer = make_optimizer(CONFIG.training, MODEL.d_model)
     state = jax.eval_shape(lambda: init_state(model, optimizer, init_rng(0)))
@@ -54,7 +54,7 @@ def array_bytes(text):
 
 
 def collectives(compiled):
-    """{operation: bytes of the arrays it gives on a device}"""
+    """Return {operation: bytes of its outputs on a device}."""
     found = Counter()
     for line in compiled.as_text().splitlines():
         match = OPERATION.search(line)
@@ -64,15 +64,15 @@ def collectives(compiled):
 
 
 def test_bytes_and_traffic_equal_the_compiled_step():
-    sizes = (2, 2, 2)  # each axis does its part
+    sizes = (2, 2, 2)  # every axis is used
     compiled = compile_step(*sizes)
     held = bytes_per_device(CONFIG, *sizes)
     rows = ROWS // (sizes[0] * sizes[1])
     assert compiled.memory_analysis().argument_size_in_bytes == sum(held) - held.gradients + 4 + 3 * rows * LENGTH * 4
     expected, found = traffic_per_step(CONFIG, ROWS, LENGTH, LENGTH, *sizes), collectives(compiled)
-    assert set(found) <= {"all-reduce", "all-gather"}  # nothing travels that the formula does not know
+    assert set(found) <= {"all-reduce", "all-gather"}  # every collective is covered by the formula
     assert found["all-gather"] == expected.fsdp_all_gather
-    # On CPUs a reduce-scatter is an all-reduce and a cut, and one over both axes where there are both.
+    # On CPUs a reduce-scatter is an all-reduce and a slice, over both axes if both are used.
     gradients = expected.fsdp_reduce_scatter or expected.data_all_reduce
     assert found["all-reduce"] == pytest.approx(gradients + expected.tensor_all_reduce, rel=0.01)
 
@@ -81,7 +81,7 @@ def test_state_is_split_by_axes_and_gradients_are_float32():
     config = Config(model=dataclasses.replace(MODEL, param_dtype="bfloat16"))
     one, split = bytes_per_device(config), bytes_per_device(config, fsdp=8)
     assert one.gradients == 2 * one.parameters  # summed up in float32
-    assert 6 < one.parameters / split.parameters < 8  # LayerNorm and biases are whole
+    assert 6 < one.parameters / split.parameters < 8  # LayerNorm and biases are replicated
     assert bytes_per_device(config, data=8) == one
     assert split.optimizer == pytest.approx(one.optimizer * split.parameters / one.parameters, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""The scripts run, at sizes that take seconds, and print what they promise."""
+"""The scripts run at small sizes, and print the documented results."""
 
 import importlib
 import itertools
@@ -28,7 +28,7 @@ def test_gpu_benchmarks_run_at_tiny_scale(tmp_path, optional_package):
     for name in ("torch", "ctranslate2"):
         optional_package(name)
     command = [sys.executable, "-m", "benchmarks.gpu_all", str(tmp_path), "--device", "cpu", "--scale", "tiny"]
-    # More threads than this only wait for each other beside other tests.
+    # More threads only contend with other tests.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,7 +44,7 @@ def test_gpu_benchmarks_run_at_tiny_scale(tmp_path, optional_package):
     assert step["ratio"]["median"] == pytest.approx(
         step["seconds"]["peer"]["median"] / step["seconds"]["ours"]["median"], rel=1e-3
     )
-    # Both sides have the same parameters, and start from about the loss of a guess.
+    # Both sides have the same parameters, and start near the loss of uniform guessing.
     ours, peer = step["ours_info"], step["peer_info"]
     assert ours["parameters"] == peer["parameters"]
     for side in (ours, peer):
@@ -56,10 +56,10 @@ def test_gpu_benchmarks_run_at_tiny_scale(tmp_path, optional_package):
     variants = {line["variant"]: line for line in lines if line["benchmark"] == "variants" and "variant" in line}
     assert variants["defaults"]["ratio"]["median"] == 1.0
     (kernels,) = [line["kernels"] for line in lines if line["benchmark"] == "variants" and "kernels" in line]
-    assert 0 < kernels["xla"]["logits"] < 0.05  # bfloat16 is near float32, and is not it
+    assert 0 < kernels["xla"]["logits"] < 0.05  # bfloat16 is close to float32, but not equal
 
     (decoding,) = [line for line in lines if line["benchmark"] == "decoding"]
-    assert decoding["equal_outputs"] == "2 of 2"  # the same weights, the same words
+    assert decoding["equal_outputs"] == "2 of 2"  # equal weights give equal translations
     assert decoding["words_per_second"] == pytest.approx(32 * decoding["sentences_per_second"], rel=1e-2)
     assert decoding["peer_info"]["inter_threads"] >= 1
     assert decoding["share_of_limit"] > 0
@@ -68,7 +68,7 @@ def test_gpu_benchmarks_run_at_tiny_scale(tmp_path, optional_package):
 def test_most_important_parts_run_first():
     assert [part.name for part in gpu_all.parts("full")[:2]] == ["base", "big"]
     for part in gpu_all.parts("full"):
-        # Each is a command line that its script understands.
+        # Each part is a valid command line of its script.
         module, *flags = part.arguments
         with pytest.raises(SystemExit) as stopped:
             importlib.import_module(f"benchmarks.{module}").main([*flags, "--help"])

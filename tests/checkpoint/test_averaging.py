@@ -22,7 +22,7 @@ ABSTRACT = abstract_params(MODEL)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of four checkpoints, whose parameters are those of the seed of their step."""
+    """Return a run of four checkpoints, whose parameters are initialized with their step as the seed."""
     run = RunDir(tmp_path_factory.mktemp("run"))
     checkpoints = Checkpoints(run)
     for step in (5, 10, 15, 20):

@@ -45,7 +45,7 @@ def device_sharding(count):
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_checkpoint_is_not_altered_by_the_donated_steps_that_follow(count, run):
-    """It is written in the background while the next steps reuse the memory of the state."""
+    """The checkpoint is written in the background while later steps reuse the memory of the state."""
     sharding = device_sharding(count)
     start = np.arange(2**20, dtype=np.float32)
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)

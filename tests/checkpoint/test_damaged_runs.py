@@ -1,4 +1,4 @@
-"""Every file of a run that decides a result is checked: damage raises an error with the file, never other results."""
+"""Every file that affects results is checked: damage raises an error that names the file."""
 
 import errno
 import io

@@ -74,7 +74,7 @@ def test_translations_are_unchanged(run):
 
 
 def test_resumed_training_does_not_depend_on_the_checkpoint_format(run, tmp_path):
-    """The step after the checkpoint is the step of an uninterrupted run, whichever version wrote the checkpoint."""
+    """The step after the checkpoint equals that of an uninterrupted run for every version of the checkpoint."""
     config = run.load_config().with_changes(data={"test": ""}, training={"num_steps": 3})
     outcome = transformer_jax.train(config, run.path)
     assert outcome.step == 3

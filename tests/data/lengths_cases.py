@@ -9,7 +9,7 @@ from transformer_jax.data.encoding import EncodedPairs
 
 
 def corpus(source, target, source_eos=True, source_bos=False):
-    """EncodedPairs of lists of ids."""
+    """Return EncodedPairs of lists of ids."""
 
     def flat(rows):
         ids = np.array(list(itertools.chain.from_iterable(rows)), np.uint16)
@@ -24,7 +24,7 @@ lengths = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1
 
 
 def random_lengths(number, seed=0, longest=256):
-    """Lengths like those of news text: a long tail, sides that mostly agree."""
+    """Return lengths like those of news text: a long tail, and sides of similar length."""
     rng = np.random.default_rng(seed)
     source = np.clip(rng.gamma(2.2, 12, number) + 2, 2, longest)
     target = np.clip(source * rng.lognormal(0.03, 0.15, number) + 1, 2, longest)
@@ -32,7 +32,7 @@ def random_lengths(number, seed=0, longest=256):
 
 
 def caption_lengths(number=29_000, seed=0):
-    """Lengths like those of Multi30k in byte pairs: mean 14.7 and deviation 4.4 (source), 14.8 and 4.9 (target),
+    """Return lengths like those of Multi30k in byte pairs: mean 14.7 and deviation 4.4 (source), 14.8 and 4.9 (target),
     log-ratio of deviation 0.163; the means and deviations are counted from the corpus."""
     rng = np.random.default_rng(seed)
     source = 5.5 + rng.gamma(4.4, 2.1, number)

@@ -128,7 +128,7 @@ def test_entropy_of_the_order_by_hand(plan, batches, orders):
 
 
 def test_order_is_random():
-    """The entropy is near that of any order of the pairs, and shapes follow each other as if drawn independently."""
+    """The entropy is close to that of a random permutation, and consecutive shapes are independent."""
     sides = caption_lengths()
     plan = BatchPlan(*sides, choose_shapes(*sides, 4096, 12), seed=0)
     limit = log2_factorials([29_000])

@@ -101,7 +101,7 @@ def test_cache_key_covers_every_input(tmp_path, tokenizers):
         return len(list(tmp_path.iterdir()))
 
     assert folders() == 1
-    assert folders(replace(CONFIG, data=replace(CONFIG.data, batch_tokens=777))) == 1  # does not matter
+    assert folders(replace(CONFIG, data=replace(CONFIG.data, batch_tokens=777))) == 1  # not part of the key
     assert folders(replace(CONFIG, data=replace(CONFIG.data, max_length=7))) == 2
     assert folders(replace(CONFIG, model=replace(CONFIG.model, source_eos=False))) == 3
     assert folders(split="valid") == 4

@@ -17,7 +17,7 @@ MODEL = ModelConfig(vocab_size=100)
 
 
 def rows_of(plan, index):
-    """The pairs of each row of a batch."""
+    """Return the pairs of each row of a batch."""
     _, pairs, in_row = plan.rows(index)
     return np.split(pairs, np.cumsum(in_row)[:-1])
 
@@ -37,7 +37,7 @@ def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_to
         for row in (row for batch in epoch for row in batch):
             assert len(row)
             assert all(side[row].sum() <= length for side in sides)
-    start = data.draw(st.integers(0, 2 * number - 1))  # from anywhere, and backwards
+    start = data.draw(st.integers(0, 2 * number - 1))  # from any step, also backwards
     fresh = PackedPlan(*sides, length, batch_tokens, seed)
     again = [rows_of(fresh, index) for index in reversed(range(start, 2 * number))][::-1]
     assert [[row.tolist() for row in batch] for batch in again] == [
@@ -48,7 +48,7 @@ def test_an_epoch_has_every_pair_once_and_every_row_fits(sides, length, batch_to
 @examples(50)
 @given(lengths, st.integers(40, 90))
 def test_no_two_rows_of_a_small_corpus_fit_into_one_row(sides, length):
-    """While all rows are open, a new one is opened only for a pair that fits none of them."""
+    """While all rows are open, a new row is opened only for a pair that fits into none of them."""
     pairs, ends = pack(*sides, length, np.random.default_rng(0))
     if len(ends) > 32:
         return
@@ -67,10 +67,10 @@ def test_order_depends_on_seed_and_epoch():
         rows = [row for index in range(epoch * number, (epoch + 1) * number) for row in rows_of(plan, index)]
         return {frozenset(row.tolist()) for row in rows}
 
-    # A pair's company in its row changes too, not only the rows' order.
+    # The other pairs in a row change too, not only the order of the rows.
     assert len(company(plan, 0) & company(plan, 1)) < 0.01 * 3000
     assert len(company(plan, 0) & company(other, 0)) < 0.01 * 3000
-    # Not sorted: batches are alike in length, as random samples of the pairs are.
+    # Pairs are not sorted: batches differ in length as little as random samples of the pairs.
     means = [np.mean(sides[0][plan.rows(index).pairs]) for index in range(number - 1)]
     assert np.std(means) < 2 * sides[0].std() / np.sqrt(3000 / number)
     assert 0.35 * log2_factorials([3000]) < plan.order_bits < log2_factorials([3000])
@@ -83,7 +83,7 @@ def test_order_depends_on_seed_and_epoch():
 @pytest.mark.parametrize("batch_tokens", [4096, 25_000])
 def test_padding_is_small(sides, length, limit, batch_tokens):
     plan = PackedPlan(*sides, length, batch_tokens, 0)
-    # No row holds more than its longer side, so this share is needed however pairs are packed.
+    # No row holds more than its longer side, so this share is the minimum for any packing.
     needed = 1 - (sides[0].sum() + sides[1].sum()) / (2 * max(side.sum() for side in sides))
     assert needed < plan.padding_share <= limit
     positions = 2 * plan.shapes[0].rows * length * plan.batches_per_epoch
@@ -92,7 +92,7 @@ def test_padding_is_small(sides, length, limit, batch_tokens):
 
 def test_rows_for_eight_devices():
     sides = random_lengths(30_000)
-    assert PackedPlan(*sides, 256, 25_000, 0).shapes[0].rows == 95  # of 96, and not of 97
+    assert PackedPlan(*sides, 256, 25_000, 0).shapes[0].rows == 95  # of length 96, not 97
     assert PackedPlan(*sides, 256, 1800, 0).shapes[0].rows == 7
 
 

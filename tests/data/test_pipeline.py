@@ -34,7 +34,7 @@ def plan(encoded, request):
 
 
 def arrays(batch):
-    """Those that the batch has: three or, if it is packed, five."""
+    """Return the arrays of the batch: three or, if it is packed, five."""
     return [array for array in batch if array is not None]
 
 

@@ -117,7 +117,7 @@ def with_foreign_feature(folder, tmp_path, where):
 @pytest.mark.parametrize("where", ["features.json", "nested", "legacy", "dataset_info.json"])
 def test_module_named_by_a_data_set_is_not_imported(folder, tmp_path, monkeypatch, where):
     copy = with_foreign_feature(folder, tmp_path, where)
-    monkeypatch.syspath_prepend(tmp_path)  # as the current folder is with `python train.py`
+    monkeypatch.syspath_prepend(tmp_path)  # like the current folder with `python train.py`
     with pytest.raises(UserError, match=f"foreign_translate.*'{EVIL}.Feature', which is not part of tensorflow-data"):
         read(str(copy), name="foreign_translate")
     assert not (tmp_path / "marker").exists()

@@ -1,4 +1,4 @@
-"""Files of the library `tokenizers`, trained by the library as users train them, against the library's own ids."""
+"""Files of the library `tokenizers`, trained with the library, against the ids that it returns."""
 
 import json
 

@@ -16,7 +16,7 @@ def translator(tiny):
 
 @pytest.fixture(scope="session")
 def score_by_hand():
-    """`score_by_hand(translator, source, target)` is log P of the target's tokens and EOS, and their number."""
+    """Return `score_by_hand(translator, source, target)`: log P of the target's tokens and EOS, and their number."""
 
     def score(translator, source, target):
         model, width = translator.config.model, 64  # one length, so that one function is compiled

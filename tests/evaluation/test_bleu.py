@@ -1,4 +1,4 @@
-"""Scores against sacreBLEU and its command line; variants of BLEU against multi-bleu's arithmetic, written out here."""
+"""Scores against sacreBLEU and its command line; variants of BLEU against multi-bleu's formula."""
 
 import math
 import random
@@ -37,7 +37,7 @@ GERMAN = (
         "Der Hund l\u00e4uft heute schnell \u00fcber die gr\u00fcne Wiese, und niemand sieht ihn.",
     ],
 )
-"""Translations and references."""
+"""Return translations and references."""
 
 
 @pytest.mark.parametrize("tokenize", ["13a", "none", "intl", "char"])
@@ -110,7 +110,7 @@ def test_intervals_and_significance_equal_the_command_line_of_sacrebleu(tmp_path
     files = [tmp_path / name for name in ("reference", *systems)]
     options = ["-m", "bleu", "chrf", "--paired-bs", "--paired-bs-n", "200", "-w", "6", "--format", "text"]
     command = [sys.executable, "-m", "sacrebleu", files[0], "-i", *files[1:], *options]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)  # its JSON fails here
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)  # --format json fails
     figures = re.findall(r"([\d.]+) \(([\d.]+) ± ([\d.]+)\)", done.stdout.decode())
     p_values = re.findall(r"\(p = ([\d.]+)\)", done.stdout.decode())
     assert (len(figures), len(p_values)) == (4, 2)
@@ -128,7 +128,7 @@ def test_intervals_and_significance_equal_the_command_line_of_sacrebleu(tmp_path
 
 
 def multi_bleu(translations, references):
-    """100 * BP * exp(mean log precision of 1- to 4-grams), of tokens between spaces."""
+    """Return 100 * BP * exp(mean log precision of 1- to 4-grams) over tokens separated by spaces."""
     log_precision = 0.0
     for n in (1, 2, 3, 4):
         matches = total = 0

@@ -1,4 +1,4 @@
-"""Scores of given pairs against the model applied to one pair at a time, and against the scores of the search."""
+"""Scores of given pairs against the model applied to single pairs, and against scores of the search."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_command_scores_its_own_translations_as_the_search_does(tiny, translator
         assert line == f"{row['score']:.4f}\t{row['log_prob']:.4f}\t{row['num_tokens']}"
     for row, one in zip(rows, hypotheses, strict=True):
         ids = (*translator.tokenizers.target.encode([one.text])[0], translator.config.model.eos_id)
-        if ids == one.token_ids:  # the search may have found the text in other pieces, or no end
+        if ids == one.token_ids:  # the search may have used other pieces, or reached no end
             assert row["log_prob"] == pytest.approx(one.log_prob, rel=1e-4)
             assert row["score"] == pytest.approx(one.score, rel=1e-4)
     (tmp_path / "target").write_text("one\n")

@@ -1,4 +1,4 @@
-"""Loss, perplexity and reports against what is computed here by hand."""
+"""Loss, perplexity and reports against values computed by hand."""
 
 import math
 import time
@@ -25,7 +25,7 @@ MESH = make_mesh(-1, 1, 1)  # all simulated devices, as in training
 
 @pytest.fixture
 def mean_loss(score_by_hand):
-    """-log P of the targets and their EOS, over the number of tokens."""
+    """Return -log P of the targets and their EOS, divided by the number of tokens."""
 
     def compute(translator, pairs):
         scores = [score_by_hand(translator, *pair) for pair in zip(pairs.source, pairs.target, strict=True)]

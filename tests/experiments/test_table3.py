@@ -1,4 +1,4 @@
-"""configs/table3.py against the paper's Table 3, and what its models cost."""
+"""configs/table3.py against the paper's Table 3, and the operations of its models."""
 
 import dataclasses
 import functools
@@ -175,7 +175,7 @@ SMALL = {"vocab_size": 1_000, "d_model": 128, "num_layers": 2, "num_heads": 4, "
 
 
 def flops_of(function, *args) -> float:
-    """What XLA counts in the compiled function."""
+    """Return the operations that XLA counts in the compiled function."""
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
@@ -202,7 +202,7 @@ def test_forward_operations_equal_xla(changes):
         lambda params, src, tgt_in: model.apply({"params": params}, src, tgt_in),
         *(abstract_params(config), tokens(src_length), tokens(tgt_length)),
     )
-    assert ours < xla < 1.03 * ours  # XLA counts softmax, LayerNorm and the like too
+    assert ours < xla < 1.03 * ours  # XLA also counts softmax, LayerNorm and other elementwise operations
 
 
 def test_backward_costs_twice_the_forward():
@@ -240,7 +240,7 @@ def test_costs_are_per_token_times_tokens_times_steps(report):
     for cost, name in ((base, "base"), (big, "big")):
         per_token = training_flops(row_config(name).model, 30, 30)
         assert cost["total"] == sum(per_token) * 25_000 * row_config(name).training.num_steps
-        # The model's operations are a part of what the GPUs could have done in the time: 29 % and 42 %.
+        # The model's operations are 29 % and 42 % of the operations that the GPUs could sustain in that time.
         assert 0.25 < cost["total"] / PAPER_COSTS[name].flops < 0.45
 
 

@@ -84,12 +84,12 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("table3") / "corpus"
     write_tiny_corpus(folder)
     for language, words in (("en", "the dog runs"), ("de", "der hund rennt")):
-        (folder / f"valid.{language}").write_text(8 * f"{words}\n")  # of one length: fewer shapes to compile
+        (folder / f"valid.{language}").write_text(8 * f"{words}\n")  # equal lengths, so that fewer shapes are compiled
     return folder
 
 
 def flags(corpus: Path, workdir: Path) -> list[str]:
-    """One layer of d_model 32 and two steps."""
+    """Return flags for one layer of d_model 32 and two steps."""
     given = f"""
         scale=16 workdir={workdir} model.num-layers=1 model.vocab-size=400
         data.source=text data.name= data.subset= data.directory={corpus} data.valid=valid
@@ -105,7 +105,7 @@ def test_two_rows_are_trained_scored_and_compared_with_the_paper(cli, corpus, tm
     monkeypatch.setattr(commands, "make_mesh", lambda *_: one_device_mesh())  # compiles faster than eight
     (tmp_path / "table3.jsonl").write_text('{"row": "C1", trunc')
     cleared = []
-    monkeypatch.setattr(ablation.jax, "clear_caches", lambda: cleared.append(None))  # what other tests compiled stays
+    monkeypatch.setattr(ablation.jax, "clear_caches", lambda: cleared.append(None))  # keep what other tests compiled
     picture = tmp_path / "rows.svg"
     done = cli("table3", "base", "B1", *flags(corpus, tmp_path), "--picture", picture)
     assert done.status == 0, done.err
@@ -129,7 +129,7 @@ def test_two_rows_are_trained_scored_and_compared_with_the_paper(cli, corpus, tm
         assert float(line[-4]) == pytest.approx(row["bleu"], abs=0.1)
         assert tuple(row["paper"].values()) == PAPER[row["row"]]
 
-    # Again: the runs are finished, and are not scored once more.
+    # Repeated: the runs are finished, and are not scored again.
     def fails(*_, **__):
         raise AssertionError("nothing has changed")
 
@@ -198,7 +198,7 @@ def results_of(perplexities: dict[str, float | None]) -> list[dict]:
 
 def test_rank_correlation_equals_scipy():
     stats = pytest.importorskip("scipy.stats")
-    # base and E are equal in the paper, A4 and B2 too; two of ours are equal, and one is infinite.
+    # The paper has two ties, base and E, and A4 and B2. The measured values have one tie and one infinity.
     ours = {"base": 9.0, "E": 9.5, "A4": 9.0, "B2": 12.0, "C1": None, "C5": 30.0, "D1": 8.0, "big": 7.0}
     expected = stats.spearmanr(
         [1e9 if value is None else value for value in ours.values()], [PAPER[row].perplexity for row in ours]

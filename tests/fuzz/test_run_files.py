@@ -17,7 +17,7 @@ from transformer_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=20, d_model=16, num_layers=1, num_heads=2, d_ff=32)
 
-# A failed restore of Orbax leaves coroutines that nobody waits for.
+# A failed restore of Orbax leaves coroutines that are never awaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 HARMS = {
@@ -30,13 +30,13 @@ HARMS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of parameters, and what they are."""
+    """Return a checkpoint of parameters, and the parameters."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = jax.jit(Transformer(MODEL).init)(jax.random.key(0), tokens, tokens)["params"]
     folder = tmp_path_factory.mktemp("saved") / "checkpoint"
     save_params(folder, params)
     yield folder, params
-    for _ in range(3):  # warnings about what failed restores have left appear here, not in another test
+    for _ in range(3):  # raise warnings about leftovers of failed restores here, not in another test
         load_params(folder, abstract_params(MODEL))
         gc.collect()
 

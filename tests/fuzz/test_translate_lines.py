@@ -106,7 +106,7 @@ def test_ten_thousand_lines_equal_each_line_alone(translate, translator, plain, 
     together = out.decode("utf-8").split("\n")[:-1]
     assert len(set(together)) > 5_000
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about lines that are cut
+        warnings.simplefilter("ignore")  # about truncated lines
         for number, (line, expected) in enumerate(zip(found, together, strict=True), 1):
             text = line.decode("utf-8", "replace").removesuffix("\r")
             text = text.removeprefix("\ufeff") if number == 1 else text

@@ -1,4 +1,4 @@
-"""Random models of every kind for CTranslate2, and what its `translate_batch` makes of a sentence."""
+"""Random models of every kind for CTranslate2, and the outputs of its `translate_batch`."""
 
 import dataclasses
 import random
@@ -30,7 +30,7 @@ MODELS = {
 
 
 def run(name, spare=0, **decoding):
-    """A configuration, random parameters and word tokenizers."""
+    """Return a configuration, random parameters and word tokenizers."""
     changes = {"num_layers": 1, "decoder_num_layers": 2} | MODELS[name]
     joint = "source_vocab_size" not in changes
     source = WordTokenizer("word", [*SPECIAL_TOKENS, *WORDS])
@@ -44,7 +44,7 @@ def run(name, spare=0, **decoding):
     )
     params = random_params(config.model, seed=1)
     if config.model.logits_bias:
-        # Strong enough that the output depends on what is read; and some sentences end before the limit.
+        # Large enough that the output depends on the source, and that some sentences end before the limit.
         params = jax.tree.map(lambda leaf: leaf * (3 if leaf.ndim > 1 else 1), random_params(config.model, seed=2))
         params["logits_bias"][config.model.eos_id] += 2
     return config, params, pair
@@ -61,7 +61,7 @@ def sentences():
 
 
 def translated(ctranslate2, folder, lines, config, n_best=1):
-    """[(tokens, log-probability)] of the hypotheses of each line, one line at a time: each has a limit of its own."""
+    """Return [(tokens, log-probability)] of each line. Lines are translated one at a time, as their limits differ."""
     translator = ctranslate2.Translator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
     decoding = config.decoding
     results = []
@@ -82,7 +82,7 @@ def translated(ctranslate2, folder, lines, config, n_best=1):
         lengths = [len(tokens) ** decoding.alpha for tokens in found.hypotheses]
         scores = [score * length for score, length in zip(found.scores, lengths, strict=True)]
         if decoding.beam_size == 1:
-            # Our greedy search strikes padding out after the softmax, so: of the model as it is.
+            # Greedy search excludes padding after the softmax, so these are the model's own probabilities.
             (hypothesis,) = found.hypotheses
             words = [token for token in hypothesis if token != "</s>"]
             scores = [sum(translator.score_batch([tokens], [words])[0].log_probs[: len(hypothesis)])]

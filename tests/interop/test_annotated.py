@@ -94,7 +94,7 @@ def test_teaching_model_equals_its_formulas(bias):
 
 
 def test_norms_with_scalar_parameters_are_imported():
-    """Early versions have one scale and one shift for all columns."""
+    """Early versions have one scalar scale and one scalar bias for all columns."""
     state = to_foreign(random_params(CONFIG), OPUS_BOOKS, CONFIG)
     state = {name: value[:1] if ".norm." in name else value for name, value in state.items()}
     theirs = Teaching(state, 3)(SRC, TGT_IN, (2, 3))[REAL]
@@ -132,7 +132,7 @@ def test_other_conventions_are_rejected(changes):
 
 
 def greedy_ids(model, source, limit, start_id, end_id, torch):
-    """The greedy output of a torch model, with EOS, for the source ids exactly as given."""
+    """Return the greedy output of a torch model, with EOS, for unchanged source ids."""
     tokens = [start_id]
     with torch.no_grad():
         while len(tokens) <= limit and (len(tokens) == 1 or tokens[-1] != end_id):
@@ -141,7 +141,7 @@ def greedy_ids(model, source, limit, start_id, end_id, torch):
 
 
 def test_model_trained_with_source_bos_translates_its_own_greedy_lines(optional_package, tmp_path):
-    """annotated-transformer's batches are <s> source </s>: without source_bos the translations differ."""
+    """Batches of annotated-transformer are <s> source </s>, so translations differ without source_bos."""
     torch = optional_package("torch")
     from transformer_jax.parity.torch_models import AnnotatedTransformer, load_numpy
 

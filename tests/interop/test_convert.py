@@ -1,4 +1,4 @@
-"""The commands import and export: runs that translate, folders that are not lost, files that execute nothing."""
+"""The commands import and export: translations, safe replacement of folders, and rejection of unsafe files."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ TEXTS = ["twenty-one", "three hundred and four", "", "nine thousand"]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """A run of two steps, with settings that every format can hold."""
+    """Return a run of two steps, with settings that every format can express."""
     path = tmp_path_factory.mktemp("interop") / "run"
     config = Config(
         model=ModelConfig(vocab_size=300, d_model=16, num_heads=2, num_layers=1, d_ff=24, norm_epsilon=1e-5),
@@ -80,7 +80,7 @@ def test_an_imported_run_is_fine_tuned(run, tmp_path, capsys):
     assert command("train", tmp_path / "back" / "config.json", "--workdir", tuned, *start) == 0
     leaves = zip(jax.tree.leaves(params_of(tuned)), jax.tree.leaves(params_of(run)), strict=True)
     differences = [float(np.abs(np.asarray(one) - np.asarray(other)).max()) for one, other in leaves]
-    assert 0 < max(differences) <= 0.051  # one Adam step of rate 0.05 from where the run stood
+    assert 0 < max(differences) <= 0.051  # one Adam step of rate 0.05 from the imported parameters
     assert export_run(tuned, "safetensors", tmp_path / "again").is_dir()
 
 

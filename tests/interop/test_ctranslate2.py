@@ -1,4 +1,4 @@
-"""CTranslate2 folders: the package runs ours as we do, and we run its files, among them a real small model."""
+"""CTranslate2 folders: equal outputs for exported models and for imported ones, among them a small real model."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_ctranslate2_runs_the_export(ctranslate2, tmp_path, name):
             assert ours.text.split() == [token for token in tokens if token not in SPECIAL_TOKENS[:3]]
             assert ours.num_tokens == len(tokens)
             assert abs(ours.log_prob - log_prob) < 1e-4
-        assert max(ours.num_tokens for ours, *_ in found) > 3  # or nothing would be compared
+        assert max(ours.num_tokens for ours, *_ in found) > 3  # otherwise nothing is compared
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +106,7 @@ def test_rows_without_a_token_are_left_out(ctranslate2, tmp_path):
 
 
 def test_byte_pairs(ctranslate2, tmp_path):
-    """Text goes in as pieces of our tokenizer, and comes out as pieces."""
+    """Source and translation are pieces of the exported tokenizer."""
     tokenizer = train_tokenizer("bpe", ["the cat sat on the mat", "ein Hund läuft"] * 3, 280, 1)
     config = run("paper")[0].with_changes(
         model={"vocab_size": tokenizer.vocab_size},
@@ -152,7 +152,7 @@ def test_differences_from_translate_batch_are_warned_about(tmp_path):
 
 @pytest.mark.parametrize("beam_size", [1, 2])
 def test_imported_model_translates_with_the_defaults_of_translate_batch(ctranslate2, tmp_path, beam_size):
-    """`translate_batch` lets no output be empty, also where EOS is the most probable first token."""
+    """`translate_batch` returns no empty output, even if EOS is the most probable first token."""
     config, params, pair = run("two vocabularies")
     params["logits_bias"][config.model.eos_id] += 30
     params["logits_bias"][[0, 1, 3]] -= 30  # the texts show no special tokens
@@ -193,7 +193,7 @@ def test_real_model_beam(real):
     found = real_translator(imported, beam_size=4, length_penalty="none").translate_n_best(lines, 4)
     for hypotheses, example in zip(found, examples, strict=True):
         assert ["".join(ours.text.split()) for ours in hypotheses] == example["beam4"]
-        # By default translate_batch lets no output be empty: EOS leaves the first softmax, which here shifts all four
+        # By default translate_batch returns no empty output: EOS leaves the first softmax, which here shifts all four
         # scores of a word by the same, 1e-4 at most.
         differences = np.array([ours.score for ours in hypotheses]) - example["beam4_scores"]
         np.testing.assert_allclose(differences, differences[0], rtol=0, atol=1e-5)

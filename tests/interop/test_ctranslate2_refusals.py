@@ -74,7 +74,7 @@ def with_setting(name, value):
 
 
 def with_vocabularies(**files):
-    """Replace the shared vocabulary by other files. Ellipsis stands for the shared vocabulary's words from id 4 on."""
+    """Replace the shared vocabulary by other files. Ellipsis means the shared vocabulary's words from id 4 on."""
 
     def write(folder):
         path = folder / "shared_vocabulary.json"
@@ -262,7 +262,7 @@ def logits(imported):
 
 
 def test_files_of_older_converters_are_equivalent(folder):
-    """They have other names and files, and a factor in place of a flag."""
+    """Older converters use other names and files, and a factor in place of a flag."""
     expected = logits(read_ctranslate2(folder))
     settings = json.loads((folder / "config.json").read_text())
     (folder / "shared_vocabulary.txt").write_text(

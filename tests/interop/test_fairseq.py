@@ -47,14 +47,14 @@ def fsmt(torch, optional_package):
 
 
 def tensors_of(fsmt):
-    """Under fairseq's names. Its positions are computed, and stored nowhere."""
+    """Return the tensors under fairseq's names. fairseq computes its positions and stores none."""
     state = {name.removeprefix("model."): tensor.clone() for name, tensor in fsmt.state_dict().items()}
     return {name: tensor for name, tensor in state.items() if "embed_positions" not in name}
 
 
 @pytest.fixture
 def write(torch, tmp_path):
-    """`write(checkpoint)` makes a folder of it and of two dictionaries."""
+    """Return `write(checkpoint)`, which writes a folder of the checkpoint and two dictionaries."""
 
     def make(checkpoint, name="model.pt"):
         torch.save(checkpoint, tmp_path / name)
@@ -83,7 +83,7 @@ def test_logits_equal(torch, fsmt, write):
             torch.from_numpy(SRC).long(),
             attention_mask=torch.from_numpy(SRC != 1),
             decoder_input_ids=torch.from_numpy(TGT_IN).long(),
-            use_cache=False,  # with a cache it reads the tokens one by one
+            use_cache=False,  # with a cache it processes tokens one by one
         ).logits.numpy()
     np.testing.assert_allclose(logits(imported)[TGT_IN != 1], theirs[TGT_IN != 1], atol=2e-5)
     model = imported.config.model
@@ -93,12 +93,12 @@ def test_logits_equal(torch, fsmt, write):
     assert_same_trees(from_foreign(written, FAIRSEQ, model), imported.params)
 
 
-def test_first_token_is_never_eos(torch, fsmt, write):
-    """fairseq's generator has min_len 1."""
+def test_fairseq_import_never_generates_eos_first(torch, fsmt, write):
+    """fairseq's generator has min_len 1, so EOS is never the first token."""
     state = tensors_of(fsmt)
     table = state["decoder.embed_tokens.weight"]
     table[:] = 0.1 * table
-    # The last norm gives its shift alone, along the embedding of EOS: EOS is the most probable token everywhere.
+    # The last norm outputs only its bias, the embedding of EOS, so EOS is the most probable token everywhere.
     for kind, value in (("weight", torch.zeros(12)), ("bias", 50 * table[2])):
         state[f"decoder.layers.2.final_layer_norm.{kind}"] = value
     if "decoder.output_projection.weight" in state:

@@ -13,7 +13,7 @@ from transformer_jax.types import UserError
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*:FutureWarning:transformers", "ignore:.*:DeprecationWarning:transformers"
 )
-# What transformers can say: one table for all, one for target and logits, none in common.
+# The tying choices of transformers: one table for all, one for target and logits, or separate tables.
 TIES = {
     "all": {},
     "target": {"separate": True},
@@ -52,7 +52,7 @@ def test_logits(transformers, tmp_path, tie):
         {"activation_function": "gelu", "scale_embedding": False},
         {"activation_function": "relu", "decoder_start_token_id": 0},
         {"activation_function": "silu", "decoder_start_token_id": 5},
-        {"static_position_embeddings": False},  # MarianMTModel computes sinusoids whatever it is
+        {"static_position_embeddings": False},  # MarianMTModel ignores this field and computes sinusoids
     ],
 )
 def test_settings(transformers, tmp_path, changes):
@@ -85,7 +85,7 @@ def test_tokenizers(folder, transformers):
 
 
 def test_spaces_before_punctuation(folder, transformers, tmp_path):
-    """Folders that were saved by transformers 4 ask for the clean-up."""
+    """Folders saved by transformers 4 enable the clean-up."""
     copy_files(folder, tmp_path)
     change_json(tmp_path / "tokenizer_config.json", clean_up_tokenization_spaces=True)
     imported = read_marian(tmp_path)
@@ -148,7 +148,7 @@ def test_pytorch_model_bin(folder, transformers, tmp_path):
     model = transformers.MarianMTModel.from_pretrained(folder)
     copy_files(folder, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    # As older releases wrote it: tied tables and tables of positions are there too.
+    # As older releases wrote it, with tied tables and position tables.
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     assert "lm_head.weight" in model.state_dict()
     assert "model.encoder.embed_positions.weight" in model.state_dict()
@@ -165,7 +165,7 @@ def test_imported_model_is_exported_again(transformers, tmp_path, separate):
     write_marian(second, imported.config, imported.params, imported.tokenizers, warn=pytest.fail)
     again = read_marian(second)
     assert_same_trees(again.params, imported.params)
-    # `generate` has a limit of its own kind.
+    # `generate` defines its length limit differently.
     limit = {"max_length_offset": imported.config.decoding.max_length_offset}
     assert again.config.with_changes(decoding=limit) == imported.config
     assert (second / "source.spm").read_bytes() == (first / "source.spm").read_bytes()

@@ -1,4 +1,4 @@
-"""Our models as Marian folders: transformers loads them, and gives the same ids, logits and translations."""
+"""Models exported as Marian folders: transformers gives equal ids, logits and translations."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from transformer_jax.interop.marian_format import marian_tensors, read_marian, w
 from transformer_jax.types import UserError
 
 TEXTS = ["the cat sat", "a dog runs ! the park", "die Katze saß", "walk@@ ing in the pa@@ rk"] * 3
-# As many tokens that one shape is compiled.
+# Equal numbers of tokens, so that one shape is compiled.
 LINES = ["the cat sat", "a dog runs", "the die ß", "cat cat@@ a"]
 ODD_TEXT = [
     "", " ", "the cat", "  two  spaces ", "unseen ж 漢字", "<s> a</s> </s> <pad> x <unk>", "walk@@ ing pa@@",
@@ -32,7 +32,7 @@ def transformers(optional_package):
 
 
 def run(kind="bpe", texts=TEXTS, spare=3, **model):
-    """A configuration, random parameters and a tokenizer of fewer entries than the model has rows."""
+    """Return a configuration, random parameters and a tokenizer with fewer entries than the model has rows."""
     tokenizer = train_tokenizer(kind, texts, 280 if kind == "bpe" else 60, 1)
     sizes = {"num_layers": 1, "decoder_num_layers": 2, "vocab_size": tokenizer.vocab_size + spare}
     config = Config(
@@ -76,7 +76,7 @@ def test_logits_and_import(transformers, tmp_path, model):
 
 @pytest.mark.parametrize("kind", ["bpe", "word", "pretokenized"])
 def test_tokenizer(transformers, tmp_path, kind):
-    # A word that is spelled like a special token is a word: it has an id of its own.
+    # A word that is spelled like a special token is a word with a separate id.
     texts = TEXTS if kind == "bpe" else [*TEXTS, "<s> <s_>"]
     config, params, pair = run(kind, texts)
     write_marian(tmp_path, config, params, pair, warn=pytest.fail)
@@ -108,7 +108,7 @@ def test_translations(transformers, tmp_path, kind):
     model = transformers.MarianMTModel.from_pretrained(tmp_path).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert model.generation_config.num_beams == 4
-    assert model.generation_config.max_length == 40  # all that the table of positions has
+    assert model.generation_config.max_length == 40  # the size of the position table
     for beams in (1, 4):
         translator = Translator(config.with_changes(decoding={"beam_size": beams}), params, pair)
         differing, worst = compare_outputs(translator, model, tokenizer, LINES, num_beams=beams)

@@ -198,7 +198,7 @@ def test_large_import_is_fast_and_uses_little_memory(folder):
     for stack in ("encoder", "decoder"):
         sizes |= {f"{stack}_layers": 6, f"{stack}_ffn_dim": model.d_ff, f"{stack}_attention_heads": model.num_heads}
     change_json(folder / "config.json", **sizes)
-    # Views of one number, so that this process stays small.
+    # Views of one number, so that this process uses little memory.
     params = jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0.1), leaf.shape), abstract_params(model))
     save_file(marian_tensors(params, model), folder / "model.safetensors")
     done = subprocess.run([sys.executable, "-c", BIG, str(folder)], cwd=ROOT, capture_output=True, text=True)

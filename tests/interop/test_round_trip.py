@@ -1,4 +1,4 @@
-"""A model of Marian's is imported, trained on and exported, by the commands; the shipped recipes go to both formats."""
+"""The commands import, fine-tune and export a Marian model, and export the shipped recipes to both formats."""
 
 from pathlib import Path
 

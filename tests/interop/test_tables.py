@@ -1,4 +1,4 @@
-"""Tables of names: everything that does not fit is listed, and nothing is taken silently."""
+"""Tables of names: every mismatch is listed, and no tensor is ignored silently."""
 
 import dataclasses
 import logging
@@ -95,7 +95,7 @@ def test_format_without_a_tensor_for_a_parameter_is_an_error():
 
 
 def test_layout_of_heads():
-    """Row h * d_k + j of a foreign matrix is column j of head h here."""
+    """Row h * d_k + j of a foreign matrix is column j of head h in this package."""
     config = odd(d_k=5, d_v=2)
     params = random_params(config)
     name = "encoder/layer_1/self_attention"
@@ -204,7 +204,7 @@ def words():
 
 
 def mapped_folder(folder, tensors, mapping=SHORT_MAPPING):
-    """A folder of tensors, a tokenizer and a mapping. Returns the arguments of `import_run` for it."""
+    """Write a folder of tensors, a tokenizer and a mapping. Return the arguments of `import_run` for it."""
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", tensors)
     words().save(folder / "tokenizer")
@@ -234,7 +234,7 @@ def test_mapping_requires_the_variant_of_its_norms(tmp_path):
 
 @pytest.mark.parametrize("tied", ["all", "target", "none"])
 def test_mapping_decides_which_tables_are_tied(tied, tmp_path):
-    """Equal values in two tensors, as in a file whose tied weights are stored twice, tie nothing."""
+    """Tensors with equal values, such as tied weights stored twice, are not tied unless the mapping ties them."""
     model = odd(tie_embeddings=tied)
     tensors = shortened(random_params(CONFIG))
     equal = tensors.pop("embedding.weight")

@@ -1,4 +1,4 @@
-"""torch.nn.Transformer and stacks of its layers: the same function here and there, both ways."""
+"""Import and export of torch.nn.Transformer and of stacks of its layers: equal logits in both directions."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_logits_equal_torch_and_weights_round_trip(torch, config):
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_plain_torch_transformer(torch):
-    """The weights of a bare torch.nn.Transformer, its own forward pass, and nothing of ours but the tables."""
+    """Compare with the forward pass of a plain torch.nn.Transformer, to which only the embeddings are added."""
     torch.manual_seed(0)
     d_model, vocab = 16, 11
     inner = torch.nn.Transformer(d_model, 4, 2, 3, 24, 0.0, batch_first=True, norm_first=True).train()
@@ -99,7 +99,7 @@ def test_model_of_a_teaching_notebook_is_imported(torch):
         vocab_size=vocab, d_model=d_model, num_heads=8, d_ff=512, num_layers=3, norm_epsilon=1e-5, attention_bias=True,
         logits_bias=True, tie_embeddings="none", positions="learned", max_length=16,
     )  # fmt: skip
-    # The notebook adds no positions: a learned table of zeros says the same.
+    # The notebook adds no positions, which equals a learned table of zeros.
     zeros = np.zeros((16, d_model), np.float32)
     params = from_foreign(tensors | {"src_positions.weight": zeros, "tgt_positions.weight": zeros}, TORCH, config)
     src, tgt = torch.from_numpy(SRC).long(), torch.from_numpy(TGT_IN).long()

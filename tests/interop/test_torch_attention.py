@@ -1,4 +1,4 @@
-"""One attention module to and from `torch.nn.MultiheadAttention`, against torch itself."""
+"""Conversion of one attention module to and from `torch.nn.MultiheadAttention`, compared with torch."""
 
 import jax
 import jax.numpy as jnp

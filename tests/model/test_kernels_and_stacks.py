@@ -73,7 +73,7 @@ def test_cudnn_computes_attention_and_gradient_for_supported_inputs(nvidia):
     assert "cudnn" not in for_cuda(lambda *args: scaled_dot_product_attention(*args, kernel="auto"), *inputs())
 
 
-def test_model_uses_cudnn_at_odd_lengths_and_not_on_old_gpus(nvidia, monkeypatch):
+def test_model_uses_cudnn_at_any_length_and_not_on_old_gpus(nvidia, monkeypatch):
     config = ModelConfig(vocab_size=11, d_model=16, num_heads=2, d_ff=16, num_layers=1, dtype="bfloat16")
     model, params = Transformer(config), abstract_params(config)
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)

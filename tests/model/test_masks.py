@@ -75,7 +75,7 @@ def test_segment_mask():
 
 def test_target_mask_where_padding_starts_the_sentence():
     """
-    1 0 0        as above: the first token is the start, whatever its id
+    1 0 0        the first token is the start token, even if its id is that of padding
     1 1 0
     1 1 0
     """

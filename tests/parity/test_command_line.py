@@ -1,4 +1,4 @@
-"""`compare` and `params` at the command line: what is on stdout, and the exit status."""
+"""`compare` and `params` at the command line: stdout and exit status."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TABLE3 = Path(__file__).parents[2] / "configs" / "table3.py"
 
 @pytest.fixture
 def answers(monkeypatch):
-    """`answers(ok)` makes `compare` report without comparing; the arguments that it got are returned."""
+    """Return `answers(ok)`, which fakes the report of `compare` and returns the list of its arguments."""
 
     def make(ok):
         seen = []

@@ -1,4 +1,4 @@
-"""The parity report: all peers agree in everything that is compared, and every difference is reported."""
+"""The parity report: all peers agree in every comparison, and differences are reported."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ def peers(optional_package):
 
 
 def pair(peers, against, **changes):
-    """(configuration of this side, parameters, oracle)."""
+    """Return (configuration of this side, parameters, oracle)."""
     config = CONFIGS[against]
     params = random_params(config)
     return dataclasses.replace(config, **changes), params, peers.make_oracle(against, config, params)
@@ -91,7 +91,7 @@ def test_every_peer_agrees_within_tolerance(against, dtype, peers):
     first = ["self_attention_norm", "self_attention"] if against == "annotated" else ["self_attention"]
     assert names[: len(first) + 1] == ["encoder/embedding", *(f"encoder/layer_0/{name}" for name in first)]
     assert names[-1] == "logits"
-    assert jax.numpy.result_type(float) == np.float32  # the mode of float64 is left again
+    assert jax.numpy.result_type(float) == np.float32  # float64 mode is restored
 
 
 def test_epsilon_that_float32_hides_is_found(peers):
@@ -115,7 +115,7 @@ def test_epsilon_that_float32_hides_is_found(peers):
 
 
 class Other:
-    """An oracle that answers some questions in another way."""
+    """An oracle that overrides some results."""
 
     def __init__(self, oracle, **answers):
         self._oracle, self._answers = oracle, answers
@@ -222,7 +222,7 @@ def test_loss_of_the_oracle_equals_the_reference(mass, optional_package):
 
 @pytest.mark.parametrize("penalty", ["gnmt", "power", "none"])
 def test_beam_search_of_the_oracle_equals_exhaustive_search(penalty, optional_package):
-    """A beam as wide as all prefixes together loses nothing."""
+    """A beam as wide as the number of prefixes is exhaustive."""
     optional_package("torch")
     from transformer_jax.parity.oracles import brute_beam
 
@@ -274,7 +274,7 @@ def test_state_dict_is_compared(peers, tmp_path, caplog):
 
 
 def test_marian_folder_is_compared(peers, optional_package, tmp_path):
-    """The weights on the other side are what `from_pretrained` reads."""
+    """The weights of the other side are those that `from_pretrained` reads."""
     for name in ("sentencepiece", "sacremoses"):
         optional_package(name)
     from marian_cases import make_folder

@@ -12,7 +12,7 @@ from transformer_jax.interop.tables import flatten, unflatten
 from transformer_jax.parity.compare import AGAINST, compare_layers, random_batches, random_params
 from transformer_jax.parity.this_side import Masks, Side, convert_source
 
-# Odd shapes; encoder and decoder differ.
+# Uneven shapes: encoder and decoder differ.
 SIZES = {"vocab_size": 19, "d_model": 12, "num_heads": 2, "d_ff": 20, "decoder_num_heads": 3, "decoder_d_ff": 12}
 PAPER = ModelConfig(**SIZES, num_layers=2, decoder_num_layers=1, attention_bias=True, logits_bias=True)
 
@@ -26,7 +26,7 @@ def peers(optional_package):
 
 
 def found(side, oracle):
-    """(first divergence, cause) in float64."""
+    """Return (first divergence, cause) in float64."""
     _, first, cause = compare_layers(side, oracle, random_batches(oracle.config, 1)[0])
     return first, cause
 
@@ -52,7 +52,7 @@ FIELDS = {
 
 
 def other_has(config, side, *fields):
-    """The sentence about fields of two configurations."""
+    """Return the sentence about differing fields of two configurations."""
     return "; ".join(
         f"model.{field}: the other side has {getattr(config, field)!r}, this one {getattr(side, field)!r}"
         for field in fields
@@ -203,7 +203,7 @@ def changed(params, path, how):
 
 @pytest.mark.parametrize(("place", "name", "how", "expected"), WEIGHTS)
 def test_differing_weight_is_named(place, name, how, expected, peers):
-    """The other side's weights show the change. Where they hide it, trying finds a transposed or a zero weight."""
+    """The other side's weights show the change. If they hide it, a search finds transposed and zero weights."""
     params = random_params(PAPER)
     path = name if name in flatten(params) else f"{place}/{name}"
     known = peers.make_oracle("torch", PAPER, changed(params, path, how))
@@ -224,7 +224,7 @@ def test_bias_that_this_side_leaves_out_is_named(peers):
 
 
 class Pretending:
-    """An oracle that shows other weights than those it computes with."""
+    """An oracle whose reported weights differ from those that it computes with."""
 
     def __init__(self, oracle, params):
         self._oracle, self._params, self.config = oracle, params, oracle.config
@@ -266,7 +266,7 @@ def test_projections_used_in_another_way_are_named(arrange, expected, peers):
 
 
 def strided(leaf, axis):
-    """Heads of d columns each, read as d heads: the columns of a head lie apart."""
+    """Reinterpret heads of d columns as d heads, so that the columns of a head are strided."""
     heads, width = leaf.shape[axis : axis + 2]
     return np.swapaxes(leaf.reshape(*leaf.shape[:axis], width, heads, *leaf.shape[axis + 2 :]), axis, axis + 1)
 
@@ -296,4 +296,4 @@ def test_equal_models_have_no_divergence(against, peers):
     layers, *causes = compare_layers(Side(config, params), oracle, random_batches(config, 1)[0])
     assert causes == [None, None]
     assert max(item.max_abs for item in layers) < 1e-13
-    assert jax.numpy.result_type(float) == np.float32  # the mode of float64 is left again
+    assert jax.numpy.result_type(float) == np.float32  # float64 mode is restored

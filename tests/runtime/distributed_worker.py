@@ -123,11 +123,11 @@ def failures_of_the_first():
 def main():
     (FOLDER / "talk").mkdir(exist_ok=True)
     found = {"talk": talk(), "failures": failures_of_the_first()}
-    # A signal in one process, and a clock that only the first one is to look at.
+    # A signal in one process, and a clock that only the first process may read.
     clock = 1e-9 if INDEX == 0 else 1e9
     outcome = run("data", make_mesh(8, 1, 1), 7, num_steps=50, keep_checkpoints=20, checkpoint_seconds=clock)
     found["data"] = [outcome.step, outcome.interrupted_by, steps_of(FOLDER / "data")]
-    outcome = run("there", make_mesh(1, 8, 1))  # one process wrote its second step
+    outcome = run("there", make_mesh(1, 8, 1))  # one process wrote the checkpoint of step 2
     too_fast = {"schedule": "constant", "peak_learning_rate": 1e38, "warmup_steps": 1}
     found["diverged"] = failure(lambda: run("diverged", make_mesh(1, 8, 1), **too_fast))
     table = outcome.state.params["embedding"]["table"]

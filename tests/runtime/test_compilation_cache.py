@@ -23,7 +23,7 @@ print(float(jax.jit(lambda x: jnp.sum(jnp.sin(x) @ x.T))(jnp.ones((8, 8)))), sum
 
 @pytest.fixture
 def no_variable(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "")  # so that it is put back
+    monkeypatch.setenv(VARIABLE, "")  # so that it is restored after the test
     monkeypatch.delenv(VARIABLE)
 
 
@@ -53,7 +53,7 @@ def test_command_line_uses_the_cache_by_default(no_variable, flags, is_set, caps
 
 
 def test_jax_is_not_imported_before_the_cache_is_set():
-    """It reads the variable once, when it is imported."""
+    """JAX reads the variable once, when it is imported."""
     program = "import sys; from transformer_jax import cli; print('jax' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
 

@@ -86,7 +86,7 @@ def test_processes_exchange_values_and_errors(two):
         assert "file system that all hosts share" in talk["not_shared"]
         assert "do not multiply to the 8 devices there are (2 processes, 4 devices in this one)" in talk["mesh"]
         assert [mine for mine, _ in talk["rows"].values()] == [pair[index] for pair in both]
-        assert talk["put"] == [list(range(8))] * 4  # the tensor axis crosses the processes: all rows on both
+        assert talk["put"] == [list(range(8))] * 4  # the tensor axis spans the processes, so both have all rows
     assert [talk["collective"] for talk in talks] == ["process 1 of 2 failed: no such file", "no such file"]
     assert not list(two[0].glob(".seen*"))
 
@@ -116,7 +116,7 @@ def test_two_processes_train_as_one_on_any_mesh_and_resume_its_run(two, tmp_path
     np.testing.assert_allclose(losses(folder / "data")[:6], alone, rtol=1e-5)
     np.testing.assert_allclose(losses(folder / "there"), alone[:4], rtol=1e-5)  # from 1 x 1 x 1 to fsdp over both
     assert [one["shards"] for one in found] == [[[16, 2]] * 4] * 2
-    train(folder / "there", make_config(num_steps=6), batches=batches)  # and back
+    train(folder / "there", make_config(num_steps=6), batches=batches)  # back to one device
     np.testing.assert_allclose(losses(folder / "there"), alone, rtol=1e-5)
 
 
@@ -125,8 +125,8 @@ def test_processes_stop_after_the_same_step_and_save_by_one_clock(two):
     for one in found:
         step, name, saved = one["data"]
         assert (name, saved[-1]) == ("SIGTERM", step)
-        assert 8 <= step <= 12  # it came before the eighth step; a save makes all ask again
-        assert len(saved) in (3, 4, 5)  # every third: what is asked is heard two steps later
+        assert 8 <= step <= 12  # the signal arrived before step 8; a save causes another exchange of flags
+        assert len(saved) in (3, 4, 5)  # every third step, because flags arrive two steps later
     assert found[0]["data"] == found[1]["data"]
 
 
@@ -178,7 +178,7 @@ def has_checkpoint_after(run, step):
 
 
 def test_killed_process_ends_the_others_and_any_number_of_processes_resumes(corpus, tmp_path):
-    """With two processes, of which the second is killed; with four, of which the first is; with one."""
+    """Kill the second of two processes, then the first of four, then resume with one."""
     run, done = tmp_path / "run", 0
     config = config_of(corpus, num_steps=10**6, checkpoint_every=3, validate_every=10**6, checkpoint_seconds=1e9)
     config = changed(config, data={"valid": "", "test": ""})

@@ -184,7 +184,7 @@ def test_file_systems_without_locks_are_supported(tmp_path, monkeypatch):
 
 def test_newlines_are_the_same_bytes_on_every_system(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "linesep", "\r\n")
-    monkeypatch.setattr(files, "open", _pyio.open, raising=False)  # it reads os.linesep at run time
+    monkeypatch.setattr(files, "open", _pyio.open, raising=False)  # _pyio reads os.linesep at run time
     write_atomically(tmp_path / "a", "one\ntwo\n")
     assert (tmp_path / "a").read_bytes() == b"one\ntwo\n"
 

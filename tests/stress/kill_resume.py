@@ -29,7 +29,7 @@ ARGUMENTS = [
     *("--model.vocab-size=300", "--model.d-model=16", "--model.num-layers=1", "--model.num-heads=2", "--model.d-ff=32"),
     *("--model.attention-dropout=0.1", "--data.synthetic-valid-size=10", "--data.synthetic-test-size=10"),
     *("--training.log-every=1", "--decoding.beam-size=1", "--decoding.max-length-offset=2"),
-    # A few batches an epoch, so that kills fall into several of them and between them.
+    # A few batches per epoch, so that kills occur within several epochs and between them.
     *("--data.synthetic-train-size=200", "--data.batch-tokens=1000", "--data.max-shapes=2"),
     *("--training.validate-every=5", "--training.valid-sentences=4", "--training.num-samples=1"),
     *("--training.checkpoint-every=2", f"--training.num-steps={NUM_STEPS}"),
@@ -41,7 +41,7 @@ OCCURRENCES = {"compilation": 1, "step": NUM_STEPS, "open save": 8, "metric writ
 
 
 def start(workdir, cache, record="-", phase="none", count=0, fraction=0.0):
-    """Run the command to its end, or to its kill."""
+    """Run the command until it ends or is killed."""
     environment = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(cache))
     environment["XLA_FLAGS"] = XLA_FLAGS
     environment |= {
@@ -108,9 +108,9 @@ def kill_a_run(workdir, cache, expected, phases, rng):
     """
     met, status = Counter(), None
     for phase in phases:
-        # After a kill less is left to do, so the kill is rather aimed at the beginning.
+        # After a kill less work remains, so kills are aimed early.
         count = rng.randrange(max(1, OCCURRENCES[phase] // 2))
-        # Half of the compilations begin with an empty cache, so that they take their time.
+        # Half of the compilations start with an empty cache, so that they take longer.
         is_cold = phase == "compilation" and rng.random() < 0.5
         status, record = train(workdir, Path(f"{workdir}-cache") if is_cold else cache, phase, count, rng.random())
         if status == 0:

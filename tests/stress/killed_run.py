@@ -83,7 +83,7 @@ def install(killer):
     step, save, append = CompiledStep.__call__, Checkpoints.save, metrics._append
 
     def step_and_perhaps_kill(self, *args):
-        result = step(self, *args)  # which computes in the background
+        result = step(self, *args)  # computes in the background
         if killer.is_aimed_at("step"):
             killer.within.append("step")
             time.sleep(TYPICAL_SECONDS["step"] * killer.fraction)

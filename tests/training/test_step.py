@@ -68,7 +68,7 @@ def test_accumulation_does_not_change_the_update(accumulate):
     assert_trees_close(new_state.opt_state, expected_state.opt_state, rtol=1e-4)
 
 
-def test_loss_and_gradient_are_means_over_the_tokens_of_the_whole_batch():
+def test_loss_and_gradient_are_means_over_all_tokens_of_the_batch():
     batch = random_batch(0)
     state, step = compiled()
     _, metrics = step(state, batch, RNG)

@@ -7,7 +7,7 @@ WORD = re.compile(r"\(([^\s()]+) ([^\s()]+)\)")
 
 
 def spans(text: str) -> list[tuple[str, int, int]]:
-    """(label, words before it, words before its end) of every bracket that counts, in the order of the text."""
+    """Return (label, words before the start, words before the end) of every counted bracket, in text order."""
     starts = [match.start() for match in WORD.finditer(text)]
     counted = [match.start() for match in WORD.finditer(text) if match[1] not in (",", ":", "``", "''", ".", "-NONE-")]
     found = []
@@ -26,7 +26,7 @@ def spans(text: str) -> list[tuple[str, int, int]]:
 
 
 def f1(pairs: list[tuple[str, str]]) -> tuple[float, float, float]:
-    """(precision, recall, F1) of (gold, parse) texts, percentages."""
+    """Return (precision, recall, F1) of (gold, parse) texts in percent."""
     matched = gold_count = parse_count = 0
     for gold, parse in pairs:
         left = spans(gold)

@@ -1,4 +1,4 @@
-"""Labeled bracketing F1: by hand, by EVALB's own documentation, and by another way of counting."""
+"""Labeled bracketing F1 against hand counts, EVALB's documentation and a naive implementation."""
 
 import random
 
@@ -38,7 +38,7 @@ GOLD = "(TOP (S (NP (DT the) (NN dog)) (VP (VBZ runs) (ADVP (RB fast))) (. .)))"
     ("gold", "parse", "matched", "num_gold", "num_predicted"),
     [
         (GOLD, GOLD, 4, 4, 4),
-        # VP ends one word early; PRT stands for ADVP.
+        # VP ends one word early. PRT counts as ADVP.
         (GOLD, "(TOP (S (NP (DT the) (NN dog)) (VP (VBZ runs)) (PRT (RB fast)) (. .)))", 3, 4, 4),
         # Another label; the full stop within VP does not matter.
         (GOLD, "(TOP (S (NX (DT the) (NN dog)) (VP (VBZ runs) (ADVP (RB fast)) (. .))))", 3, 4, 4),
@@ -92,7 +92,7 @@ def random_tree(rng: random.Random, depth: int = 0) -> Tree:
 
 
 def damaged(gold: Tree, rng: random.Random) -> Tree:
-    """The gold tree with some tokens dropped, doubled or renamed, made a tree again."""
+    """Return a tree rebuilt from the gold tokens after some are dropped, doubled or renamed."""
     tokens = []
     for token in linearize(gold):
         chance = rng.random()

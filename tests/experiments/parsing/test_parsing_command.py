@@ -1,4 +1,4 @@
-"""`transformer-jax parsing`: from trees to sentence pairs to a run to F1."""
+"""`transformer-jax parsing`: trees, sentence pairs, a run, and F1."""
 
 import dataclasses
 import gzip
@@ -31,7 +31,7 @@ TREES = """
 
 @pytest.fixture
 def wsj(tmp_path):
-    """A folder that `prepare` wrote: two trees for training and for validation."""
+    """Return a folder written by `prepare`, with two trees for training and two for validation."""
     (tmp_path / "a.mrg").write_text(TREES)
     (tmp_path / "b.mrg.gz").write_bytes(gzip.compress(TREES.encode()))
     prepare({"train": [tmp_path / "a.mrg"], "valid": [tmp_path / "b.mrg.gz"]}, tmp_path / "wsj", lambda line: None)
@@ -39,7 +39,7 @@ def wsj(tmp_path):
 
 
 def config_of(folder: Path) -> Config:
-    """The small recipe, smaller."""
+    """Return the small recipe with a smaller model."""
     config = load_recipe(f"{RECIPE}:small")
     return dataclasses.replace(
         config,
@@ -52,7 +52,7 @@ def config_of(folder: Path) -> Config:
 
 @pytest.fixture
 def parses(monkeypatch, wsj):
-    """`parses(line, ...)` makes every run's parses of the validation split these lines."""
+    """Return `parses(line, ...)`, which makes every run parse the validation split into these lines."""
 
     def put(*lines):
         config = config_of(wsj)
@@ -77,10 +77,10 @@ def test_prepare_writes_sentence_pairs(cli, tmp_path):
 
 
 def test_f1_by_hand(parses, cli, tmp_path):
-    # Of the first, VP is not closed and the adverb is missing; the second is no tree at all.
+    # In the first parse, VP is not closed and the adverb is missing. The second parse is not a tree.
     parses("(S (NP DT NN )NP (VP VBZ", "PRP VBZ <unk>")
     result = score(tmp_path / "run", output=tmp_path / "parses.mrg")
-    # The words that were left join S: (VP (VBZ runs)) misses one, so S and NP alone are right.
+    # Missing words are attached to S: (VP (VBZ runs)) lacks one, so only S and NP are correct.
     expected = {"num_gold": 4 + 3, "num_predicted": 3, "num_matched": 2, "whole": 0, "repaired": 1, "failed": 1}
     assert result.items() >= expected.items()
     assert result["f1"] == pytest.approx(100 * 2 * 2 / (7 + 3))
@@ -134,7 +134,7 @@ def test_invalid_usage_is_reported(cli, args, message):
 
 @pytest.mark.filterwarnings("ignore:.*have an empty translation")  # after so few steps
 def test_sample_trains_and_scores_f1(cli, data_folder, tmp_path, monkeypatch):
-    """Twelve short trees, two steps: every part works on real text, nothing is learnt."""
+    """Every part works on twelve short real trees. Two steps teach the model nothing."""
     lines = [str(tree) for tree in read_trees(data_folder / "ptb-wsj-sample" / "wsj_0160-0179.dev.mrg.xz")]
     for name, count in (("train", 12), ("valid", 4)):
         (tmp_path / f"{name}.mrg").write_text("\n".join(sorted(lines, key=len)[:count]))

@@ -60,12 +60,12 @@ def test_invalid_tree_names_its_line(text, message):
         (f"(ROOT {DOG})", f"(TOP {DOG})"),
         (DOG, f"(TOP {DOG})"),
         ("((S (NP-SBJ-1 (PRP it)) (VP=2 (VBZ is))) (. .))", "(TOP (S (NP (PRP it)) (VP (VBZ is))) (. .))"),
-        # EVALB's own example: what holds nothing but traces goes with them.
+        # EVALB's example: constituents that contain only traces are removed too.
         (
             "((S (VP (VBD reported) (SBAR (-NONE- 0) (S (-NONE- *T*-1)))) (. .)))",
             "(TOP (S (VP (VBD reported)) (. .)))",
         ),
-        # Hyphens of tags are their own.
+        # Hyphens within tags are kept.
         ("((S (NP (-LRB- -LRB-) (NNP A-B))))", "(TOP (S (NP (-LRB- -LRB-) (NNP A-B))))"),
     ],
 )
