@@ -57,7 +57,7 @@ def import_run(
         output: Folder of the new run.
         config: None uses the `config.json` next to a state dict, or proposes a configuration from its tensors.
         tokenizer: A run, its folder `tokenizer/`, or a `tokenizer.json`. Only state dicts need it.
-        mapping: File that names the tensors of any other PyTorch model (see `mapping.read_mapping`).
+        mapping: File that names the tensors of any other PyTorch model (see docs/interop.md).
         overwrite: Whether to replace an earlier import.
         **model: Fields of `ModelConfig` that a state dict does not show, such as `num_heads=8, source_bos=True`. They
             override `config`. The format ctranslate2 takes `num_heads` alone.

@@ -1,9 +1,6 @@
 """The files of a CTranslate2 folder: `model.bin` and the vocabularies.
 
-They are read and written without the package `ctranslate2`. Its `ctranslate2.specs` could write `model.bin` too, but
-would save 25 lines here and make an export depend on that package.
-
-`model.bin` is a list of named arrays, little-endian:
+They are read and written without the package `ctranslate2`. `model.bin` is a list of named arrays, little-endian:
 
 | field                 | type                                                                |
 |-----------------------|---------------------------------------------------------------------|

@@ -273,12 +273,9 @@ def _positions(tensors: dict[str, np.ndarray]) -> ModelFields:
 
 def _numbers(model: ModelConfig) -> dict[str, np.ndarray]:
     code = next(code for code, name in _ACTIVATIONS.items() if name == model.activation)
+    unused = "decoder/alibi", "decoder/alibi_use_positive_positions", "decoder/scale_alibi"
     numbers: dict[str, np.generic] = {
-        "encoder/embeddings_merge": np.int8(0),
-        "encoder/multi_query_attention": np.int8(0),
-        "decoder/alibi": np.int8(0),
-        "decoder/alibi_use_positive_positions": np.int8(0),
-        "decoder/scale_alibi": np.int8(0),
+        **dict.fromkeys(("encoder/embeddings_merge", "encoder/multi_query_attention", *unused), np.int8(0)),
         "decoder/alignment_heads": np.int16(1),
         "decoder/alignment_layer": np.int16(-1),
         "decoder/start_from_zero_embedding": np.int8(model.decoder_start == "zeros"),

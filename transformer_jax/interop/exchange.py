@@ -20,11 +20,6 @@ from transformer_jax.types import Params, UserError
 
 logger = logging.getLogger(__name__)
 
-# Types of the fields of `ModelConfig` whose value a reader works out.
-Tying = Literal["all", "target", "none"]
-Start = Literal["bos", "eos", "pad", "zeros"]
-Layout = Literal["interleaved", "halves"]
-Exponent = Literal["paper", "tensor2tensor"]
 ModelFields = dict[str, Any]
 """Values of fields of `ModelConfig`, which checks them."""
 
@@ -54,8 +49,7 @@ class Imported(NamedTuple):
     """A model that was read from foreign files."""
 
     config: Config
-    params: Params
-    """NumPy arrays of the dtype `config.model.param_dtype`."""
+    params: Params  # NumPy arrays
     tokenizers: TokenizerPair
 
 
@@ -67,9 +61,6 @@ class Settings:
         self._settings = {
             name: (value, file) for file, settings in files for name, value in settings.items() if value is not None
         }
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._settings
 
     def get(self, name: str, default: object = None) -> object:
         """Return a setting without checking its type."""
@@ -88,7 +79,7 @@ class Settings:
     def require(self, legal: Mapping[str, tuple[object, ...]]) -> None:
         """Check the settings that change the output. A setting without legal values must be absent or null."""
         for name, values in legal.items():
-            if name in self and self.get(name) not in values:
+            if name in self._settings and self.get(name) not in values:
                 raise self.error(name, " or ".join(map(repr, values)) if values else "null")
 
     def error(self, name: str, legal: str) -> UserError:
@@ -186,7 +177,7 @@ def visible_fields(tensors: Tensors, table: Format, origin: str) -> ModelFields:
         sizes = {"num_layers": num_layers, "d_ff": len(first)}
         fields |= {prefix + name: size for name, size in sizes.items() if not prefix or fields[name] != size}
     return fields | {
-        "tie_embeddings": _mapped_tying(table) if table.is_mapping else _tying(source, target, output),
+        "tie_embeddings": _tying(table, source, target, output),
         "attention_bias": _has_attention_biases(table, by_path),
         "logits_bias": "logits_bias" in by_path,
         "final_norm": "encoder/final_norm/scale" in by_path,
@@ -194,15 +185,10 @@ def visible_fields(tensors: Tensors, table: Format, origin: str) -> ModelFields:
     }
 
 
-def _mapped_tying(table: Format) -> Tying:
-    """Return what a mapping ties: two of its tensors stay two parameters, even if their values are equal."""
-    paths = {path for item in table.rows for path in item.ours}
-    if "embedding/table" in paths:
-        return "all"
-    return "none" if "output_projection/kernel" in paths else "target"
-
-
-def _tying(source: np.ndarray, target: np.ndarray, output: np.ndarray) -> Tying:
+def _tying(table: Format, source: np.ndarray, target: np.ndarray, output: np.ndarray) -> str:
+    if table.is_mapping:  # two of its tensors stay two parameters, even if their values are equal
+        paths = {path for item in table.rows for path in item.ours}
+        return "all" if "embedding/table" in paths else "none" if "output_projection/kernel" in paths else "target"
     if not np.array_equal(output, target):
         return "none"
     return "all" if np.array_equal(source, target) else "target"
@@ -245,8 +231,8 @@ def _tensors_by_path(tensors: Tensors, table: Format) -> dict[str, np.ndarray]:
 class Positions(NamedTuple):
     """Fields of `ModelConfig` that describe a table of sinusoids."""
 
-    positions: Layout
-    position_exponent: Exponent
+    positions: Literal["interleaved", "halves"]
+    position_exponent: Literal["paper", "tensor2tensor"]
     position_offset: int
 
 

@@ -16,7 +16,7 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConf
 from transformer_jax.data.subword import SubwordTokenizer, read_codes
 from transformer_jax.data.tokenizer import Tokenizer, WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Tying, training_length
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, training_length
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.tables import Format, Legal, Tensors, embeddings, from_foreign, renamed
 from transformer_jax.interop.tensor_files import load_torch, single_file, state_dict_arrays
@@ -53,20 +53,16 @@ def _legal(model: ModelConfig) -> Legal:
     }
 
 
-# Names that releases before 0.6 used.
-_OLD_NAMES = {
-    "encoder": {"layer_norms.0": "self_attn_layer_norm", "layer_norms.1": "final_layer_norm"},
-    "decoder": {
-        "layer_norms.0": "self_attn_layer_norm",
-        "layer_norms.1": "encoder_attn_layer_norm",
-        "layer_norms.2": "final_layer_norm",
-    },
+# Names of the norms that releases before 0.6 numbered.
+_LAYER_NORMS = {
+    "encoder": ("self_attn_layer_norm", "final_layer_norm"),
+    "decoder": ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"),
 }
 
 
 def _new_name(name: str) -> str:
-    for old, new in _OLD_NAMES.get(name.partition(".")[0], {}).items():
-        name = name.replace(f".{old}.", f".{new}.")
+    for i, new in enumerate(_LAYER_NORMS.get(name.partition(".")[0], ())):
+        name = name.replace(f".layer_norms.{i}.", f".{new}.")
     return name
 
 
@@ -198,14 +194,10 @@ def _languages(settings: Settings, folder: Path) -> tuple[str, str]:
 
 # Settings that change the function, with the values that can be imported.
 _LEGAL_SETTINGS: dict[str, tuple[object, ...]] = {
-    "no_token_positional_embeddings": (False,),
-    "layernorm_embedding": (False,),
-    "adaptive_input": (False,),
+    **dict.fromkeys(("no_token_positional_embeddings", "layernorm_embedding", "no_decoder_final_norm"), (False,)),
+    **dict.fromkeys(("adaptive_input", "tie_adaptive_weights"), (False,)),
+    **dict.fromkeys(("cross_self_attention", "no_cross_attention"), (False,)),
     "adaptive_softmax_cutoff": (),
-    "cross_self_attention": (False,),
-    "no_cross_attention": (False,),
-    "no_decoder_final_norm": (False,),
-    "tie_adaptive_weights": (False,),
     "activation_fn": ("relu", "gelu", "swish"),
 }
 
@@ -224,9 +216,12 @@ def _model_config(settings: Settings, pair: TokenizerPair, tensors: Tensors) -> 
         other = read(f"decoder_{name}", kind, default)
         if other != value:
             raise settings.error(f"decoder_{name}", f"the value of encoder_{name}, {value},")
-    tied: Tying = "target" if read("share_decoder_input_output_embed", bool, False) else "none"
+    tied = "target" if read("share_decoder_input_output_embed", bool, False) else "none"
     table = tensors.get("encoder.embed_positions.weight") if learned else None
-    fields: ModelFields = {"activation": read("activation_fn", str, "relu")}
+    fields: ModelFields = {
+        "activation": read("activation_fn", str, "relu"),
+        "tie_embeddings": "all" if read("share_all_embeddings", bool, False) else tied,
+    }
     for stack, prefix in (("encoder", ""), ("decoder", "decoder_")):
         fields[f"{prefix}num_layers"] = read(f"{stack}_layers", int, 6)
         fields[f"{prefix}num_heads"] = read(f"{stack}_attention_heads", int)
@@ -247,7 +242,6 @@ def _model_config(settings: Settings, pair: TokenizerPair, tensors: Tensors) -> 
         position_exponent="tensor2tensor",
         position_offset=PAD_ID + 1,
         max_length=MAX_POSITIONS if table is None else len(table),
-        tie_embeddings="all" if read("share_all_embeddings", bool, False) else tied,
         scale_embeddings=not read("no_scale_embedding", bool, False),
         decoder_start="eos",
         pad_id=PAD_ID,

@@ -54,18 +54,7 @@ def names(
 
 
 def read_mapping(path: Path) -> Format:
-    """Read a mapping file, such as this one.
-
-        ignore = [".pe"]                # name endings of tensors that hold no parameter
-
-        [tensors]
-        "emb" = "embedding"
-        "{enc,dec}.{i}.{up,down}" = "{encoder,decoder}/layer_{i}/feed_forward/{inner,outer}"
-        "{enc,dec}.{i}.qkv.weight" = "{encoder,decoder}/layer_{i}/self_attention/{query,key,value}/kernel"
-        "dec.{i}.xk" = "decoder/layer_{i}/cross_attention/key/kernel"
-
-    docs/interop.md explains the language.
-    """
+    """Read a mapping file, whose language docs/interop.md explains."""
     try:
         tree = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:

@@ -3,9 +3,8 @@
 Marian's position tables have all sines before all cosines. The paper's alternate. Both tables have equal columns in
 another order, so permuting every d_model axis of the weights converts a model with one into a model with the other.
 
-Two habits of `generate` differ from this package's search, wherever the model comes from. Padding is never generated
-here. A hypothesis that reaches the limit counts as it is, where `forced_eos_token_id` would replace its last token by
-EOS.
+`generate` differs from this package's search twice. Padding is never generated here, and a hypothesis that reaches the
+limit counts as it is, where `forced_eos_token_id` would replace its last token by EOS.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import numpy as np
 
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, TokenizerConfig
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, ModelFields, Settings, Start, warn_about_penalty, write_json
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, warn_about_penalty, write_json
 from transformer_jax.interop.fairseq_format import STACKS
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.marian_tokenizers import read_tokenizers, write_tokenizers
@@ -124,12 +123,11 @@ def read_marian(folder: Path) -> Imported:
         (generation, read_json(generation) if generation.is_file() else {}),
         (tokenizer, {"separate_vocabs": read_json(tokenizer).get("separate_vocabs")} if tokenizer.is_file() else {}),
     )
-    if "model_type" not in settings:
+    if settings.get("model_type") is None:
         raise UserError(f"{file} has no model_type. A Marian folder has model_type 'marian'")
     settings.require(_LEGAL)
     pad_id, eos_id, start_id = (settings.read(f"{name}_token_id", int) for name in ("pad", "eos", "decoder_start"))
-    starts: dict[int, Start] = {pad_id: "pad", eos_id: "eos"}
-    start = starts.get(start_id, "bos")
+    start = {pad_id: "pad", eos_id: "eos"}.get(start_id, "bos")
     # A Marian model uses BOS only as the decoder's start.
     bos_id = start_id if start == "bos" else settings.read("bos_token_id", int, eos_id)
     pair = read_tokenizers(folder, pad_id, bos_id, eos_id)
@@ -138,11 +136,10 @@ def read_marian(folder: Path) -> Imported:
         raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
     tensors = read_tensors(weights[0])
     model = ModelConfig(
-        **_model_fields(settings),
+        **_model_fields(settings) | {"decoder_start": start},
         norm_epsilon=1e-5,
         attention_bias=True,
         positions="halves",
-        decoder_start=start,
         pad_id=pad_id,
         bos_id=bos_id,
         eos_id=eos_id,

@@ -1,8 +1,7 @@
 """The tokenizer files of a Hugging Face Marian folder.
 
 A SentencePiece pair is `source.spm`, `target.spm` and `vocab.json`. Other tokenizers become a `tokenizer.json` of the
-library `tokenizers`, which gives equal ids with EOS after them. This package reads such a folder from its own files in
-the subfolder `tokenizer/`.
+library `tokenizers`, and this package's own files in the subfolder `tokenizer/`, which it reads.
 """
 
 import json

@@ -45,11 +45,8 @@ class Row:
 
     def at(self, layer: int) -> "Row":
         """Return the row with the index of one layer filled in."""
-
-        def fill(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name.replace("{i}", str(layer)) for name in names)
-
-        return dataclasses.replace(self, foreign=fill(self.foreign), ours=fill(self.ours))
+        foreign, ours = (tuple(n.replace("{i}", str(layer)) for n in names) for names in (self.foreign, self.ours))
+        return dataclasses.replace(self, foreign=foreign, ours=ours)
 
     def find(self, tensors: Tensors) -> str | None:
         """Return the first of the foreign names that a state dict has."""
@@ -148,12 +145,6 @@ def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict
 def from_foreign(tensors: Tensors, table: Format, config: ModelConfig, origin: str = "the state dict") -> Params:
     """Convert the tensors of a format to parameters, NumPy arrays of the dtype `config.param_dtype`.
 
-    Args:
-        tensors: Foreign tensors by name.
-        table: Their format.
-        config: Model that the parameters are for.
-        origin: Where the tensors come from, for errors.
-
     Raises:
         UserError: The format cannot express the model, or tensors are missing or left over, have wrong shapes or values
             that are not finite, or differ although the configuration ties them. All problems are listed.
@@ -222,12 +213,8 @@ def _rows(table: Format, config: ModelConfig, paths: Iterable[str]) -> Iterator[
     for item in table.rows:
         if item.unless in paths:
             continue
-        if "{i}" not in item.ours[0]:
-            yield item
-            continue
         stack = config.encoder if item.ours[0].startswith("encoder/") else config.decoder
-        for layer in range(stack.num_layers):
-            yield item.at(layer)
+        yield from map(item.at, range(stack.num_layers)) if "{i}" in item.ours[0] else (item,)
 
 
 def _check_position_tables(tensors: Tensors, table: Format, config: ModelConfig, origin: str) -> None:

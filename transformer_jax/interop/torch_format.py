@@ -1,11 +1,8 @@
 """State dicts of PyTorch models: `torch.nn.Transformer`, annotated-transformer, and the opus_books teaching model.
 
 The first format has the names of `torch_models.TorchTransformer`; usual other names of the same tensors are read too.
-annotated-transformer and the teaching model normalize by (x - mean) / (std + epsilon) with the unbiased std, before
-each sub-layer and once more after each stack, which is another function than `torch.nn.LayerNorm`.
-
-A state dict does not show the number of heads, where `torch.nn.Transformer` normalizes, whether embeddings are scaled
-or what the source looks like. The configuration states these. Position tables in a state dict are compared with it.
+The others normalize by (x - mean) / (std + epsilon) with the unbiased std, unlike `torch.nn.LayerNorm`, before each
+sub-layer and after each stack.
 """
 
 import re
@@ -25,13 +22,8 @@ _ATTENTION = names({"in_proj_": "{query,key,value}", "out_proj": "output"})
 def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
     """Convert the state dict of a `torch.nn.MultiheadAttention` to parameters of a `MultiHeadAttention`.
 
-    Args:
-        state_dict: NumPy arrays `in_proj_weight` [3 * d_model, d_model] and `out_proj.weight` [d_model, d_model]; with
-            biases also `in_proj_bias` and `out_proj.bias`.
-        num_heads: Number of heads, which a state dict does not show.
-
-    Returns:
-        Parameters of `MultiHeadAttention(d_model, num_heads, use_bias="in_proj_bias" in state_dict)`.
+    The state dict has NumPy arrays `in_proj_weight` [3 * d_model, d_model] and `out_proj.weight` [d_model, d_model],
+    and with biases (`use_bias=True`) also `in_proj_bias` and `out_proj.bias`.
 
     Raises:
         UserError: The state dict has other tensors, or `num_heads` does not divide d_model.

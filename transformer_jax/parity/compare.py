@@ -58,14 +58,11 @@ def compare(
 
     Args:
         against: Other side: torch, annotated, fairseq or marian.
-        path: A run, or a state dict (torch, annotated), a checkpoint (fairseq) or a folder (marian). None compares
-            random weights.
-        config: A recipe or a config.json for a state dict or for random weights. None proposes a configuration from the
-            tensors of the state dict, and for random weights takes a small model with the conventions of the other
-            side.
+        path: A run, a state dict (torch, annotated), a checkpoint (fairseq) or a folder (marian). None: random weights.
+        config: A recipe or a config.json for a state dict or random weights. None proposes a configuration from the
+            tensors of the state dict, or takes a small model with the conventions of the other side.
         dtype: Dtype of both sides, float32 or float64.
-        **model_fields: Fields of `ModelConfig` that a state dict does not show, such as `num_heads=8`. They override
-            `config`.
+        **model_fields: Fields of `ModelConfig` that a state dict does not show. They override `config`.
 
     Raises:
         UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the
@@ -86,8 +83,10 @@ def compare(
         config = (config or Config(model=PEERS[against].default)).with_changes(model=model_fields)
         params = random_params(config.model)
     else:
-        config, params = _load(against, Path(path), config, model_fields)
-        folder = Path(path) if against == "marian" and not _is_run(Path(path)) else None
+        path = Path(path)
+        is_run = RunDir(path).checkpoints.is_dir()
+        config, params = _load(against, path, is_run, config, model_fields)
+        folder = path if against == "marian" and not is_run else None
     model = config.model
     if against == "marian" and model.positions == "interleaved":
         # Halves have equal columns in another order, for which the weights are reordered.
@@ -100,29 +99,26 @@ def compare(
     return dataclasses.replace(report, notes=(*notes, *report.notes))
 
 
-def _load(against: str, path: Path, config: Config | None, model_fields: Mapping[str, object]) -> tuple[Config, Params]:
+def _load(
+    against: str, path: Path, is_run: bool, config: Config | None, model_fields: Mapping[str, object]
+) -> tuple[Config, Params]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder")
-    if _is_run(path) or against in ("fairseq", "marian"):
+    if is_run or against in ("fairseq", "marian"):
         useless = ["--config"] if config is not None else []
         useless += [f"--{name.replace('_', '-')}" for name in model_fields]
         if useless:
             raise UserError(f"{path} stores the configuration of its model. Leave out {', '.join(useless)}")
-        if not _is_run(path):
+        if not is_run:
             imported = (read_fairseq if against == "fairseq" else read_marian)(path)
             return imported.config, imported.params
-        run = RunDir(path)
-        config = run.load_config()
-        return config, run_params(run, config)
+        config = RunDir(path).load_config()
+        return config, run_params(RunDir(path), config)
     config = stated_config(path, config, model_fields)
     tensors = read_tensors(path)
     table = state_dict_format(against, tensors)
     config = config or propose_config(tensors, table, None, model_fields, str(path))
     return config, from_foreign(tensors, table, config.model, str(path))
-
-
-def _is_run(path: Path) -> bool:
-    return RunDir(path).checkpoints.is_dir()
 
 
 def compare_models(
@@ -134,11 +130,8 @@ def compare_models(
     training: TrainingConfig | None = None,
     decoding: DecodingConfig | None = None,
 ) -> ParityReport:
-    """Compare this package's model with an oracle on random sentences of different lengths, without dropout.
-
-    Of `training` only the label smoothing and Adam's constants count: learning rates are a fixed warm-up to 1e-3.
-    """
-    training = dataclasses.replace(
+    """Compare this package's model with an oracle on random sentences of different lengths, without dropout."""
+    training = dataclasses.replace(  # the label smoothing and Adam's constants remain
         training or TrainingConfig(), schedule="inverse_sqrt", peak_learning_rate=1e-3, warmup_steps=10, clip_norm=None
     )
     batches = random_batches(oracle.config, STEPS)
@@ -250,7 +243,10 @@ def _compare_training(ours: Trained, theirs: Trained, dtype: str) -> tuple[Loss,
         item = difference(name, ours.gradients, theirs.gradients)
         ok = item.max_rel <= limit.own_gradient or item.max_abs <= limit.any_gradient * largest
         gradients.append(dataclasses.replace(item, ok=ok))
-    errors = list(map(_relative, ours.losses, theirs.losses))
+    errors = [
+        difference("loss", {"loss": np.array(one)}, {"loss": np.array(other)}).max_rel
+        for one, other in zip(ours.losses, theirs.losses, strict=True)
+    ]
     names = [name for name in {**theirs.params, **ours.params} if not name.endswith("key/bias")]
     parameters = max(difference(name, ours.params, theirs.params).max_abs for name in names)
     ok = max(errors) <= limit.losses and parameters <= limit.params
@@ -284,8 +280,3 @@ def _compare_search(
                 + (": a tie" if is_tie else "")
             )
     return greedy_equal, beam_equal, notes
-
-
-def _relative(one: float, other: float) -> float:
-    error = abs(one - other) / max(abs(other), 1e-30)
-    return error if math.isfinite(error) else math.inf

@@ -37,7 +37,7 @@ class Peer:
     table: Format
     build: Callable[[ModelConfig, Path | None], nn.Module]  # with the weights in a folder if there is one, else random
     stacks: str  # prefix of the modules `encoder` and `decoder`
-    sublayers: Mapping[str, tuple[str, ...]]  # modules of each sub-layer and of its norm, in the order of `SUBLAYERS`
+    sublayers: Mapping[str, str]  # modules of each sub-layer and of its norm, in the order of `SUBLAYERS`
     logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = nn.Module.__call__
     narrower: tuple[str, Legal] = ("", {})  # software that computes less than the table expresses, and its legal values
     prefix: str = ""  # of its names of parameters, before those of the table
@@ -176,7 +176,7 @@ class Oracle:
             places[f"{stack}/embedding"] = f"{layers}.0"
             names = [name for sublayer in SUBLAYERS[stack] for name in (sublayer, f"{sublayer}_norm")]
             for layer in range(size.num_layers):
-                for name, module in zip(names, self.peer.sublayers[stack], strict=True):
+                for name, module in zip(names, self.peer.sublayers[stack].split(), strict=True):
                     places[f"{stack}/layer_{layer}/{name}"] = f"{layers}.{layer}.{module}"
             if self.config.final_norm:
                 places[f"{stack}/final_norm"] = f"{self.peer.stacks}{stack}.norm"
@@ -292,8 +292,7 @@ def generate(
 
 
 def _penalty(length: int, decoding: DecodingConfig) -> float:
-    bases = {"none": 1.0, "gnmt": (5 + length) / 6, "power": length}
-    return bases[decoding.length_penalty] ** decoding.alpha
+    return {"none": 1.0, "gnmt": (5 + length) / 6, "power": length}[decoding.length_penalty] ** decoding.alpha
 
 
 def _ids(tokens: np.ndarray) -> torch.Tensor:

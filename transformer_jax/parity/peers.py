@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +12,7 @@ from transformer_jax.config import ModelConfig
 from transformer_jax.interop import fairseq_format, marian_format, torch_format
 from transformer_jax.parity.oracles import Oracle, Peer
 from transformer_jax.parity.torch_models import AnnotatedTransformer, TorchTransformer
+from transformer_jax.presets import preset
 from transformer_jax.types import Params
 
 
@@ -105,70 +105,42 @@ def _marian_logits(module: nn.Module, src: torch.Tensor, tgt_in: torch.Tensor) -
     ).logits
 
 
-_SMALL = ModelConfig(
-    vocab_size=43,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    decoder_num_heads=2,
-    d_ff=56,
-    decoder_d_ff=40,
-    attention_bias=True,
-)
+def _small(name: str = "paper_base", /, **fields: object) -> ModelConfig:
+    """Return a small model with the conventions of a preset, whose encoder and decoder differ in size."""
+    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "decoder_num_heads": 2, "d_ff": 56, "decoder_d_ff": 40}
+    return preset(name, 43, attention_bias=True, **sizes, **fields).model
+
+
 _HUGGING_FACE = {
-    "encoder": ("self_attn", "self_attn_layer_norm", "fc2", "final_layer_norm"),
-    "decoder": (
-        *("self_attn", "self_attn_layer_norm", "encoder_attn", "encoder_attn_layer_norm"),
-        *("fc2", "final_layer_norm"),
-    ),
+    "encoder": "self_attn self_attn_layer_norm fc2 final_layer_norm",
+    "decoder": "self_attn self_attn_layer_norm encoder_attn encoder_attn_layer_norm fc2 final_layer_norm",
 }
 _PEERS = (
     Peer(
         name="torch",
-        default=replace(_SMALL, norm_epsilon=1e-5),
+        default=_small(norm_epsilon=1e-5),
         table=torch_format.TORCH,
         build=lambda config, _: TorchTransformer(config),
         stacks="transformer.",
         sublayers={
-            "encoder": ("self_attn", "norm1", "linear2", "norm2"),
-            "decoder": ("self_attn", "norm1", "multihead_attn", "norm2", "linear2", "norm3"),
+            "encoder": "self_attn norm1 linear2 norm2",
+            "decoder": "self_attn norm1 multihead_attn norm2 linear2 norm3",
         },
     ),
     Peer(
         name="annotated",
-        default=replace(
-            _SMALL,
-            norm_position="pre",
-            final_norm=True,
-            norm_variant="unbiased_std",
-            tie_embeddings="none",
-            logits_bias=True,
-        ),
+        default=_small(logits_bias=True, tie_embeddings="none", **torch_format.ANNOTATED.conventions),
         table=torch_format.ANNOTATED,
         build=lambda config, _: AnnotatedTransformer(config),
         stacks="",
         sublayers={
-            "encoder": ("self_attn", "sublayer.0.norm", "feed_forward", "sublayer.1.norm"),
-            "decoder": (
-                *("self_attn", "sublayer.0.norm", "src_attn", "sublayer.1.norm"),
-                *("feed_forward", "sublayer.2.norm"),
-            ),
+            "encoder": "self_attn sublayer.0.norm feed_forward sublayer.1.norm",
+            "decoder": "self_attn sublayer.0.norm src_attn sublayer.1.norm feed_forward sublayer.2.norm",
         },
     ),
     Peer(
         name="fairseq",
-        default=replace(
-            _SMALL,
-            norm_epsilon=1e-5,
-            positions="halves",
-            position_exponent="tensor2tensor",
-            position_offset=fairseq_format.PAD_ID + 1,
-            decoder_start="eos",
-            bos_id=fairseq_format.BOS_ID,
-            pad_id=fairseq_format.PAD_ID,
-            eos_id=fairseq_format.EOS_ID,
-            unk_id=fairseq_format.UNK_ID,
-        ),
+        default=_small("fairseq"),
         table=fairseq_format.FAIRSEQ,
         narrower=("FSMT of transformers", {"norm_position": ("post",), "positions": ("halves",)}),
         build=_fairseq,
@@ -181,8 +153,8 @@ _PEERS = (
     ),
     Peer(
         name="marian",
-        default=replace(
-            _SMALL, norm_epsilon=1e-5, activation="swish", positions="halves", decoder_start="pad", logits_bias=True
+        default=_small(
+            norm_epsilon=1e-5, activation="swish", positions="halves", decoder_start="pad", logits_bias=True
         ),
         table=marian_format.MARIAN,
         narrower=("MarianMTModel", {"positions": ("halves",)}),

@@ -5,7 +5,7 @@ Their state dicts have the names that `torch_format` reads. They have no dropout
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -15,12 +15,6 @@ from transformer_jax.config import ModelConfig, StackSize
 from transformer_jax.interop.tables import check_expressible
 from transformer_jax.interop.torch_format import ANNOTATED, TORCH
 from transformer_jax.model.positional import sinusoids
-
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": nn.functional.relu,
-    "gelu": nn.functional.gelu,
-    "swish": nn.functional.silu,
-}
 
 
 def load_numpy(module: nn.Module, tensors: Mapping[str, np.ndarray]) -> None:
@@ -41,7 +35,7 @@ class TorchTransformer(nn.Module):
         encoder, decoder = config.encoder, config.decoder
         common: dict[str, object] = {
             "dropout": 0.0,
-            "activation": ACTIVATIONS[config.activation],
+            "activation": getattr(nn.functional, {"swish": "silu"}.get(config.activation, config.activation)),
             "layer_norm_eps": config.norm_epsilon,
             "batch_first": True,
             "norm_first": config.norm_position == "pre",
@@ -71,23 +65,16 @@ class TorchTransformer(nn.Module):
 
     def forward(self, src: torch.Tensor, tgt_in: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at each target position."""
-        return self.decode(tgt_in, self.encode(src), src)
-
-    def encode(self, src: torch.Tensor) -> torch.Tensor:
-        """Return the encoder's output."""
-        return self.transformer.encoder(self.embed(src, "src"), src_key_padding_mask=src == self.config.pad_id)
-
-    def decode(self, tgt_in: torch.Tensor, memory: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
-        """Return logits at every position of `tgt_in`."""
         causal = torch.ones(tgt_in.shape[1], tgt_in.shape[1], dtype=torch.bool).triu(1)
-        padding = tgt_in == self.config.pad_id
+        src_padding, padding = src == self.config.pad_id, tgt_in == self.config.pad_id
         padding[:, 0] = False  # the start token may have the padding's id
+        memory = self.transformer.encoder(self.embed(src, "src"), src_key_padding_mask=src_padding)
         x = self.transformer.decoder(
             self.embed(tgt_in, "tgt"),
             memory,
             tgt_mask=causal,
             tgt_key_padding_mask=padding,
-            memory_key_padding_mask=src == self.config.pad_id,
+            memory_key_padding_mask=src_padding,
         )
         return self.generator(x)
 
