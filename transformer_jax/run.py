@@ -31,6 +31,7 @@ from transformer_jax.runtime.distributed import (
     main_process_logger,
     on_main_process,
 )
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import JsonObject, to_json
 from transformer_jax.training.loop import Evaluate, Outcome, fit
 from transformer_jax.training.metrics import Evaluation
@@ -40,13 +41,11 @@ from transformer_jax.types import Params, UserError, printable
 logger = main_process_logger(__name__)
 
 # Fields that may differ between a model and the one that `training.init_from` names: they change no output.
-_FREE_AT_INIT = frozenset(
-    f"model.{name}"
-    for name in (
-        *("residual_dropout", "attention_dropout", "activation_dropout", "initialization", "dtype", "param_dtype"),
-        *("remat", "scan_layers", "attention_kernel"),
-    )
-) | {"tokenizer.min_frequency"}
+_FREE_AT_INIT = (
+    *("model.residual_dropout", "model.attention_dropout", "model.activation_dropout", "model.initialization"),
+    *("model.dtype", "model.param_dtype", "model.remat", "model.scan_layers", "model.attention_kernel"),
+    "tokenizer.min_frequency",
+)
 
 
 def train(config: Config, workdir: str | Path, *, profile: bool = False, strict: bool = False) -> Outcome:
@@ -71,11 +70,8 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
         )
     run, num_steps = RunDir(Path(workdir)), config.training.num_steps
     check_same("the configuration", config.to_json())
-    if run.imported.is_file():
-        raise UserError(
-            f"{run.path} is an imported model and cannot be trained itself. Train a new run from it with "
-            f"--training.init-from {run.path} and another --workdir"
-        )
+    fix = f"Train a new run from it with --training.init-from {run.path} and another --workdir"
+    require(not run.imported.is_file(), f"{run.path} is an imported model and cannot be trained itself. {fix}")
     on_main_process(run.make)()
     with ExitStack() as stack:
         can_write = on_main_process(lambda: stack.enter_context(locked(run)))()
@@ -111,13 +107,11 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
 def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[int]:
     """Write or check the run's configuration. Return the steps of its complete checkpoints, ascending."""
     steps = on_main_process(lambda: recover(run, strict=strict) if can_write else checkpoint_steps(run))()
-    if not can_write and steps[-1:] != [config.training.num_steps]:
-        raise UserError(f"{run.path} cannot be written, and the run is not finished. Choose another --workdir")
-    if steps and steps[-1] > config.training.num_steps:
-        raise UserError(
-            f"training.num_steps={config.training.num_steps}, but {run.path} has done {steps[-1]} steps. Set "
-            "--training.num-steps to at least that number"
-        )
+    num_steps, done = config.training.num_steps, max(steps, default=0)
+    problem = f"{run.path} cannot be written, and the run is not finished"
+    require(can_write or done == num_steps, f"{problem}. Choose another --workdir")
+    problem = f"training.num_steps={num_steps}, but {run.path} has done {done} steps"
+    require(done <= num_steps, f"{problem}. Set --training.num-steps to at least that number")
     # Until the first checkpoint exists, any field may change, because the run may have failed on a bad flag.
     on_main_process(run.open_for_training)(config, is_bound=bool(steps), write=can_write)
     if can_write:
@@ -141,11 +135,8 @@ def _finished(config: Config, run: RunDir, can_write: bool) -> Outcome:
     result = on_main_process(run.read_result)()
     if result.get("settings", result.get("asked")) == _test_settings(config):
         return Outcome(step, test=result if "bleu" in result else None)
-    if not can_write:
-        raise UserError(
-            f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written. Score the "
-            "run with `evaluate`"
-        )
+    problem = f"{run.result} is missing or was computed with other settings, and {run.path} cannot be written"
+    require(can_write, f"{problem}. Score the run with `evaluate`")
     return Outcome(step, test=_test(config, run, _read_split(config.data, "test")))
 
 
@@ -186,10 +177,8 @@ def _check_same_function(old: Config, new: Config) -> None:
         for name, value in after.items()
         if name.startswith(("model.", "tokenizer.")) and name not in _FREE_AT_INIT and before[name] != value
     ]
-    if differing:
-        raise UserError(
-            f"training.init_from={new.training.init_from} holds another model: {'; '.join(differing)}. Use its values"
-        )
+    source = new.training.init_from
+    require(not differing, f"training.init_from={source} holds another model: {'; '.join(differing)}. Use its values")
 
 
 def _load_training_data(
@@ -201,10 +190,9 @@ def _load_training_data(
     sha256 = encoded.sha256()
     check_same(f"the encoded text of {pairs.origin}", sha256)
     if steps and _trained_on(run) not in (sha256, None):
-        raise UserError(
-            f"{pairs.origin}: not the sentence pairs that {run.path} was trained on up to step {steps[-1]}. Restore "
-            "those pairs, or start another run with --workdir (and --training.init-from this run)"
-        )
+        fix = "Restore those pairs, or start another run with --workdir (and --training.init-from this run)"
+        problem = f"not the sentence pairs that {run.path} was trained on up to step {steps[-1]}"
+        raise UserError(f"{pairs.origin}: {problem}. {fix}")
     on_main_process(run.write)(run.data_sha256.name, sha256 + "\n")
     multiple, parts = row_multiple(mesh, config.training.accumulate), row_parts(mesh)
     plan = plan_batches(config, encoded)

@@ -5,6 +5,7 @@ function here is free. "Collective" functions must be called by every process, i
 """
 
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -113,22 +114,20 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
     if "SLURM_STEP_NODELIST" in environment and number("SLURM_NTASKS") > 1:
         return True
     if number("OMPI_COMM_WORLD_SIZE") > 1:
-        if "OMPI_MCA_orte_hnp_uri" in environment:
-            return True
-        raise UserError(
+        require(
+            "OMPI_MCA_orte_hnp_uri" in environment,
             "Open MPI 5 and later does not tell JAX where process 0 is: add --coordinator-address HOST:PORT "
-            "--num-processes $OMPI_COMM_WORLD_SIZE --process-id $OMPI_COMM_WORLD_RANK, or --num-processes 1"
+            "--num-processes $OMPI_COMM_WORLD_SIZE --process-id $OMPI_COMM_WORLD_RANK, or --num-processes 1",
         )
+        return True
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        import importlib.util
-
-        if importlib.util.find_spec("kubernetes"):
-            return True
-        raise UserError(
+        require(
+            importlib.util.find_spec("kubernetes"),
             "this is a pod of an indexed Kubernetes job, and JAX needs the package kubernetes to find the other pods: "
             'pip install "jax[k8s]", or set --coordinator-address, --num-processes and --process-id '
-            "($JOB_COMPLETION_INDEX), or --num-processes 1"
+            "($JOB_COMPLETION_INDEX), or --num-processes 1",
         )
+        return True
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES") or ""
     if "," in hosts or number("MEGASCALE_NUM_SLICES") > 1:
         return True
@@ -163,17 +162,10 @@ def _wait_for(address: str, timeout: float) -> None:
             return
         except OSError as error:
             if time.monotonic() >= end:
-                raise UserError(
-                    f"--coordinator-address {address}: not reached within {timeout:g} s ({error.strerror or error}). "
-                    "Check that process 0 is started there and that the port is open"
-                ) from error
+                problem = f"--coordinator-address {address}: not reached within {timeout:g} s"
+                fix = "Check that process 0 is started there and that the port is open"
+                raise UserError(f"{problem} ({error.strerror or error}). {fix}") from error
         time.sleep(0.2)
-
-
-def _process_count() -> int:
-    import jax
-
-    return jax.process_count()
 
 
 def is_main_process() -> bool:
@@ -210,7 +202,7 @@ def gather(value: object) -> list[Any]:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    if _process_count() == 1:
+    if not is_multiprocess():
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data), np.int32))
@@ -245,24 +237,22 @@ def _gather_results(call: Callable[[], object]) -> list[Any]:
     return [json.loads(result) for result, _ in outcomes]
 
 
-def _run_in_stages(function: Callable[P, T], *stages: Callable[[], bool]) -> Callable[P, T]:
-    """Make a function run in the processes of each stage, one stage after another, if there are several processes."""
+def _across_processes(function: Callable[P, T], run: Callable[[Callable[[], T]], T]) -> Callable[P, T]:
+    """Make a function pass its calls to `run` if there are several processes."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _process_count() == 1:
-            return function(*args, **kwargs)
-        results: list[T] = []
-
-        def run(takes_part: Callable[[], bool]) -> None:
-            if takes_part():
-                results.append(function(*args, **kwargs))
-
-        for stage in stages:
-            _gather_results(functools.partial(run, stage))
-        return results[0]
+        call = functools.partial(function, *args, **kwargs)
+        return run(call) if is_multiprocess() else call()
 
     return wrapped
+
+
+def _run_where(takes_part: bool, call: Callable[[], T]) -> list[T]:
+    """Run a call in the processes that take part. Return its result, or nothing, in a list. Collective."""
+    results: list[T] = []
+    _gather_results(lambda: results.extend([call()] if takes_part else []))
+    return results
 
 
 def collective(function: Callable[P, T]) -> Callable[P, T]:
@@ -270,41 +260,34 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
 
     The function itself must not call a collective, because it may fail in one process before that call.
     """
-    return _run_in_stages(function, lambda: True)
+    return _across_processes(function, lambda call: _run_where(True, call)[0])
 
 
 def main_process_first(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 and then in the others, which find the files that it wrote."""
-    return _run_in_stages(function, is_main_process, lambda: not is_main_process())
+
+    def run(call: Callable[[], T]) -> T:
+        return (_run_where(is_main_process(), call) + _run_where(not is_main_process(), call))[0]
+
+    return _across_processes(function, run)
 
 
 def on_main_process(function: Callable[P, T]) -> Callable[P, T]:
     """Make a `collective` function run in process 0 only. Every process returns its result, which must be JSON."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _process_count() == 1:
-            return function(*args, **kwargs)
-        result: T = _gather_results(lambda: function(*args, **kwargs) if is_main_process() else None)[0]
-        return result
-
-    return wrapped
+    return _across_processes(function, lambda call: _gather_results(lambda: call() if is_main_process() else None)[0])
 
 
 def check_shared(folder: Path, timeout: float = SHARED_SECONDS) -> None:
     """Check that all processes see a file that process 0 writes into a folder. Collective."""
-    if _process_count() == 1:
+    if not is_multiprocess():
         return
 
     @collective
     def wait_for_mark() -> None:
         end = time.monotonic() + timeout
+        problem = f"{socket.gethostname()} does not see what process 0 wrote into {folder}"
         while not mark.exists():  # NFS may be late
-            if time.monotonic() >= end:
-                raise UserError(
-                    f"{socket.gethostname()} does not see what process 0 wrote into {folder}: put the run's folder on "
-                    "a file system that all hosts share"
-                )
+            require(time.monotonic() < end, f"{problem}: put the run's folder on a file system that all hosts share")
             time.sleep(0.2)
 
     mark = folder / f".seen-by-all-{gather(os.urandom(8).hex())[0]}"

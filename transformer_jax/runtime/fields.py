@@ -106,8 +106,7 @@ def from_tree(cls: type[T], tree: object, prefix: str = "") -> T:
         raise UserError(f"{prefix.rstrip('.') or 'the configuration'} is {tree!r:.200}; it must be a JSON object")
     types = typing.get_type_hints(cls)
     for name in tree:
-        if name not in types:
-            raise UserError(f"unknown field {prefix}{name:.100}; known: {', '.join(types)}")
+        require(name in types, f"unknown field {prefix}{name:.100}; known: {', '.join(types)}")
     nested = {name for name in tree if dataclasses.is_dataclass(types[name])}
     fields = {name: from_tree(types[name], tree[name], f"{prefix}{name}.") for name in nested}
     return cls(**tree | fields)

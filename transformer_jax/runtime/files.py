@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError
 
 try:
@@ -37,7 +38,7 @@ def file_sha256(path: Path) -> str:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a UTF-8 file, or raise UserError if it cannot be read."""
+    """Return the text of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
@@ -115,18 +116,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Check, before work that takes long, that its result can be written to a file; otherwise raise UserError."""
-    parent = Path(os.path.realpath(path)).parent
-    if os.path.isdir(path):
-        reason = os.strerror(errno.EISDIR)
-    elif _is_stdout(path) or _is_device(path):
+    if _is_stdout(path) or _is_device(path):
         return
-    elif not os.path.isdir(parent):
-        reason = f"there is no folder {parent}"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        reason = f"no permission to write into the folder {parent}"
-    else:
-        return
-    raise UserError(f"{path}: cannot be written: {reason}")
+    parent, problem = Path(os.path.realpath(path)).parent, f"{path}: cannot be written"
+    require(not os.path.isdir(path), f"{problem}: {os.strerror(errno.EISDIR)}")
+    require(os.path.isdir(parent), f"{problem}: there is no folder {parent}")
+    require(os.access(parent, os.W_OK | os.X_OK), f"{problem}: no permission to write into the folder {parent}")
 
 
 def _write(file: Path | int, text: str) -> None:
@@ -138,10 +133,7 @@ def _write(file: Path | int, text: str) -> None:
 
 
 def _is_stdout(path: Path) -> bool:
-    try:
-        return sys.stdout is not None and os.path.samestat(os.stat(path), os.fstat(1))
-    except OSError:  # no such file, or standard output is closed
-        return False
+    return sys.stdout is not None and _is_same(1, path)
 
 
 def _is_device(path: Path) -> bool:
@@ -176,10 +168,9 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             claim.enter_context(_claimed(unfinished, path))
             if old.exists() and not final.exists():  # an earlier process was killed between the two renames below
                 old.rename(final)
-            if final.exists() and not final.is_dir():
-                raise UserError(f"{path}: exists and is not a folder; choose another output")
-            if not replace and final.exists() and any(final.iterdir()):
-                raise UserError(f"{path}: exists already; choose another output")
+            if final.exists():
+                require(final.is_dir(), f"{path}: exists and is not a folder; choose another output")
+                require(replace or not any(final.iterdir()), f"{path}: exists already; choose another output")
         try:
             yield unfinished
         except OSError as error:
@@ -222,9 +213,8 @@ def _write_error(path: Path, error: OSError) -> UserError:
 
 def _concerns(error: OSError, folder: Path) -> bool:
     """Return whether an error names a file in the folder, or no file."""
-    if not isinstance(error.filename, str | bytes):
-        return True
-    return Path(os.fsdecode(error.filename)).resolve().is_relative_to(folder)
+    name = error.filename
+    return not isinstance(name, str | bytes) or Path(os.fsdecode(name)).resolve().is_relative_to(folder)
 
 
 @contextmanager
@@ -260,8 +250,8 @@ def _lock_folder(folder: Path, path: Path) -> int | None:
         os.close(handle)
 
 
-def _is_same(handle: int, folder: Path) -> bool:
+def _is_same(handle: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(handle), folder.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except OSError:  # no such file, or the handle is closed
         return False

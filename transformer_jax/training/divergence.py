@@ -1,11 +1,8 @@
 """Steps whose loss or gradient is not finite: find where it began and in which sentences, then stop or skip."""
 
 import dataclasses
-import functools
 import itertools
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,11 +101,12 @@ def locate_nonfinite(
     for microbatch in microbatches:
         inspection = jax.device_get(inspect_step(params, *microbatch, model, loss))
         loss_is_finite &= bool(np.isfinite(inspection.loss))
-        found["parameters"] += [path for path, is_finite in _by_path(inspection.parameters) if not is_finite]
+        parameters, gradients = (flatten_dict(tree, sep="/") for tree in (inspection.parameters, inspection.gradients))
+        found["parameters"] += [path for path, is_finite in parameters.items() if not is_finite]
         calls = [(name.partition(" ")[2], is_finite) for name, is_finite in inspection.outputs.items()]
         found["outputs"] += [path for path, is_finite in calls if not is_finite]
         order = [path for path, _ in calls]  # jax sorts the outputs by the number before the path
-        for path, size in sorted(_by_path(inspection.gradients), key=lambda leaf: -_call_index(leaf[0], order)):
+        for path, size in sorted(gradients.items(), key=lambda leaf: -_call_index(leaf[0], order)):
             if not np.isfinite(size):
                 found["gradients"].append(path)
             elif size > largest:
@@ -137,36 +135,21 @@ def inspect_step(params: Params, batch: Batch, rng: Array, model: Transformer, l
     """Compute a microbatch as `train_step` does, and look at every value on the way."""
 
     def loss_and_flags(params: Params) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        calls: list[tuple[str, ...]] = []
-
-        def capture_filter(module: nn.Module, method: str) -> bool:  # called at the end of each method of a module
-            if method == "__call__":
-                calls.append(module.path)
-            return method == "__call__"
-
-        sums, collections = loss_sums(
-            *(model, params, batch, loss),
-            deterministic=False,
-            rngs={"dropout": rng},
-            mutable=["intermediates"],
-            capture_intermediates=capture_filter,
-        )
         flags: dict[str, Array] = {}
-        num_calls: Counter[tuple[str, ...]] = Counter()
-        for number, path in enumerate(calls):
-            module = functools.reduce(operator.getitem, path, collections["intermediates"])
-            output = module["__call__"][num_calls[path]]
-            num_calls[path] += 1
-            flags[f"{number:06d} {'/'.join(path)}"] = jnp.isfinite(output).all()
+
+        def call(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+            output = method(*args, **kwargs)
+            if context.method_name == "__call__":
+                flags[f"{len(flags):06d} {'/'.join(context.module.path)}"] = jnp.isfinite(output).all()
+            return output
+
+        with nn.intercept_methods(call):
+            sums = loss_sums(model, params, batch, loss, deterministic=False, rngs={"dropout": rng})
         return sums.loss_sum, (sums.loss_sum, flags)
 
     gradients, (loss_sum, outputs) = jax.grad(loss_and_flags, has_aux=True)(params)
     are_finite = jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), params)
     return Inspection(loss_sum, are_finite, outputs, jax.tree.map(lambda g: jnp.abs(g).max(), gradients))
-
-
-def _by_path(tree: PyTree) -> Iterable[tuple[str, Any]]:
-    return flatten_dict(tree, sep="/").items()
 
 
 def _call_index(path: str, calls: Sequence[str]) -> int:

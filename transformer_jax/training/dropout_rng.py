@@ -1,11 +1,8 @@
 """A cheap counter-based generator of random bits for dropout, which needs many bits of modest quality.
 
-Its keys are an ordinary JAX key type: `jax.random.bernoulli`, and so `flax.linen.Dropout`, accept them, and number i of
-an array depends on the key and on i alone, however the array is sharded. A key is two 32-bit words; number i is a hash
-of both words and of i. The hash multiplies and shifts in rounds, as C. Wellons' `lowbias32` (hash-prospector) does. The
-second word enters in the middle, so that two keys do not give the same numbers in another order.
-
-The generator is not for cryptography, nor for uses that could exhaust the 2^32 numbers of a key.
+A key is two 32-bit words. Number i of an array is a hash of both words and of i, however the array is sharded. The hash
+multiplies and shifts in rounds, as C. Wellons' `lowbias32` (hash-prospector) does. The second word enters in the
+middle, so that two keys do not give the same numbers in another order. A key has 2^32 numbers. Not for cryptography.
 """
 
 import math

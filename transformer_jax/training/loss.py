@@ -103,6 +103,13 @@ def fused_linear_cross_entropy(
     The gradient with respect to the logits is softmax - q, which is known as soon as the logits are. It is therefore
     multiplied on to `x` and the table at once, and no logits are kept or computed twice. Only `loss_sum` has a
     gradient: `nll_sum` is a constant to differentiation.
+
+    Args:
+        x: The decoder's output.
+        output: The weights that turn it into logits.
+        targets: The target tokens.
+        weights: Which positions count.
+        spec: Label smoothing, and the maximum number of logits to hold.
     """
     flat = targets.reshape(-1), weights.reshape(-1)
     loss_sum, nll_sum = _loss(x.reshape(-1, x.shape[-1]), output, flat, spec)
@@ -112,7 +119,7 @@ def fused_linear_cross_entropy(
 _Sums = tuple[Array, Array]  # the loss and the negative log-likelihood
 _X = Float[Array, "n d_model"]
 _Targets = tuple[Int[Array, " n"], Bool[Array, " n"]]  # targets, weights
-_Positions = tuple[Float[Array, "n d_model"], Int[Array, " n"], Bool[Array, " n"]]  # x, targets, weights
+_Positions = tuple[_X, Int[Array, " n"], Bool[Array, " n"]]  # x, targets, weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

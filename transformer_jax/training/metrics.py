@@ -108,8 +108,7 @@ class MetricsWriter:
     def _open(self, run: RunDir, step: int, drop_validation: bool) -> None:
         for path in (run.metrics, run.samples):
             truncate_after(path, step, drop_validation=drop_validation)
-        self._metrics = run.metrics.open("a", encoding="utf-8")
-        self._samples = run.samples.open("a", encoding="utf-8")
+        self._metrics, self._samples = (path.open("a", encoding="utf-8") for path in (run.metrics, run.samples))
         self._board = _Board(run.tensorboard, step)
         for file in (self._metrics, self._samples, self._board):
             self._files.callback(_close, file)
@@ -183,10 +182,8 @@ def _failures_named(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror}. Free disk space and run the same command again; it resumes from "
-            "the last checkpoint"
-        ) from error
+        fix = "Free disk space and run the same command again; it resumes from the last checkpoint"
+        raise UserError(f"cannot write {path}: {error.strerror}. {fix}") from error
 
 
 class Progress:

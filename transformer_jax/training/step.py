@@ -1,7 +1,7 @@
 """THE training step: a pure function of state, batch and key, the same on one CPU and on many devices."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import TrainingConfig
+from transformer_jax.model.embedding import Unembedding
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.accumulation import accumulate as accumulate_sums
 from transformer_jax.training.accumulation import split, sum_dtype
@@ -107,7 +108,7 @@ def train_step(
 
     def loss_fn(params: Params, microbatch: Batch, rng: Array) -> tuple[Array, LossSums]:
         rngs = {"dropout": rng}
-        sums, _ = loss_sums(model, gather_params(params), microbatch, loss, deterministic=False, rngs=rngs)
+        sums = loss_sums(model, gather_params(params), microbatch, loss, deterministic=False, rngs=rngs)
         return sums.loss_sum, sums
 
     grad_fn = jax.grad(loss_fn, has_aux=True)
@@ -134,25 +135,17 @@ def train_step(
 
 def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: int | None = None) -> LossSums:
     """Sum the cross-entropy of a batch without dropout and without label smoothing."""
-    return loss_sums(model, params, batch, LossSpec(0.0, max_logits=max_logits), deterministic=True)[0]
+    return loss_sums(model, params, batch, LossSpec(0.0, max_logits=max_logits), deterministic=True)
 
 
-def loss_sums(
-    model: Transformer, params: Params, batch: Batch, loss: LossSpec, *, mutable: Sequence[str] = (), **options: Any
-) -> tuple[LossSums, Any]:
-    """Sum the loss over a batch. Return the sums and the model's collections named by `mutable`.
-
-    The padding token is the model's, whatever `loss` states. `options` are for `model.apply`.
-    """
-    (x, output), collections = model.apply(
-        {"params": params},
-        batch.src,
-        batch.tgt_in,
+def loss_sums(model: Transformer, params: Params, batch: Batch, loss: LossSpec, **options: Any) -> LossSums:
+    """Sum the loss over a batch. The padding token is the model's. `options` are for `model.apply`."""
+    hidden: tuple[Array, Unembedding] = model.apply(  # type: ignore[assignment]  # more only with mutable collections
+        *({"params": params}, batch.src, batch.tgt_in),
         src_segments=batch.src_segments,
         tgt_segments=batch.tgt_segments,
         method="hidden_states",
-        mutable=list(mutable),
         **options,
     )
     targets, spec = jnp.asarray(batch.tgt_out), dataclasses.replace(loss, pad_id=model.config.pad_id)
-    return fused_linear_cross_entropy(x, output, targets, targets != spec.pad_id, spec), collections
+    return fused_linear_cross_entropy(*hidden, targets, targets != spec.pad_id, spec)
