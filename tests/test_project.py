@@ -168,7 +168,7 @@ def test_imports_have_no_cycles():
     assert not graph, f"among these modules is a circle: {sorted(graph)}"
 
 
-MAX_ANY = 312
+MAX_ANY = 60
 
 
 def test_any_is_used_sparingly():
