@@ -1,9 +1,7 @@
 """Batches of a few static shapes within a token budget (paper section 5.1), in an order that is a pure function.
 
-Sentence pairs of similar length share a batch. XLA compiles once per shape, so the shapes form a short ladder: each is
-at least as long as the previous one on both sides. A pair goes to the first shape that it fits. The number of rows of a
-shape is chosen, within the budget, so that its pairs fill complete batches. `packing` is the alternative: several pairs
-per row and a single shape.
+XLA compiles once per shape, so pairs of similar length share one of a short ladder of shapes: each is at least as long
+as the previous one on both sides, and a pair goes to the first that it fits. `packing` is the alternative.
 """
 
 import math
@@ -35,23 +33,12 @@ def choose_shapes(
 ) -> tuple[Shape, ...]:
     """Return the ladder of at most `max_shapes` shapes that pads the pairs least, by dynamic programming.
 
-    Pairs are sorted by their longer side and divided into `max_shapes` groups. A shape is, on each side, as long as the
-    longest sentence of its group and of the groups before it. It has the number of rows that `batch_tokens` allows on
-    its longer side, or fewer, so that the group's batches are equally full. A group that does not fill half a batch is
-    made only if it holds all pairs.
+    Pairs are sorted by their longer side and divided into groups, one for each shape. A group that does not fill half a
+    batch is made only if it holds all pairs. Rows may be fewer than `batch_tokens` allows, so that a group's batches
+    are equally full. Lengths include the BOS and EOS that batches add. A longer pair gets a shape of one row.
 
     >>> choose_shapes(np.array([3, 3, 3, 9, 8]), np.array([2, 4, 4, 10, 7]), batch_tokens=20, max_shapes=2)
     (Shape(rows=3, src_length=3, tgt_length=4), Shape(rows=2, src_length=9, tgt_length=10))
-
-    Args:
-        source_lengths: Number of tokens of each source sentence, with the BOS and EOS that batches add.
-        target_lengths: Number of tokens of each target sentence, EOS included.
-        batch_tokens: Number of positions of a batch on either side, padding included. A longer pair gets a shape of
-            one row.
-        max_shapes: Maximum number of shapes, at least 1.
-
-    Returns:
-        The shapes, ascending. Every pair fits the last one.
     """
     longer = np.maximum(source_lengths, target_lengths)
     step = -(-int(longer.max()) // _MAX_LENGTHS)
@@ -87,7 +74,7 @@ def choose_shapes(
 
 
 class Rows(NamedTuple):
-    """The pairs of a batch."""
+    """The pairs of a batch, row after row, by number. Its last rows may hold no pair."""
 
     shape: Shape
     """The shape of the batch. Its last rows may hold no pair."""
@@ -98,22 +85,13 @@ class Rows(NamedTuple):
 
 
 class Plan(ABC):
-    """Which pairs are in which batch: a pure function of (lengths, sizes, seed) and the batch's number.
+    """Which pairs are in which batch: a pure function of (lengths, sizes, seed) and the batch's number. Thread-safe.
 
-    Each epoch has every pair once. A pair changes places with pairs of its own group at random, and the units, of which
-    batches consist, are shuffled. Threads may share a plan.
+    Each epoch has every pair once. A pair changes places at random with pairs of its own group, given for each pair by
+    `groups`, and the units, of which batches consist, are shuffled. `counts` has the number of batches of each shape.
 
-    Args:
-        shapes: The shapes of the batches.
-        counts: Number of batches of each shape in an epoch.
-        num_tokens: Number of tokens of all pairs on both sides.
-        groups: The number of each pair's group.
-        num_units: Number of units.
-        seed: Seed of the order.
-
-    Attributes:
-        padding_share: The fraction of an epoch's positions, over both sides, that hold padding. Empty rows are padding.
-        order_bits: Entropy of an epoch's order. The maximum is log2(pairs!).
+    `padding_share` is the fraction of an epoch's positions, over both sides, that hold padding, as empty rows do.
+    `order_bits` is the entropy of an epoch's order, at most log2(pairs!).
     """
 
     def __init__(
@@ -147,13 +125,7 @@ class Plan(ABC):
 
 
 class BatchPlan(Plan):
-    """Batches of pairs of similar length, one pair per row. Groups are the pairs of a shape, and units are batches.
-
-    The lengths are those of `choose_shapes`.
-
-    Raises:
-        ValueError: A pair fits no shape.
-    """
+    """Batches of pairs of similar length, one pair per row. Groups are the pairs of a shape, and units are batches."""
 
     def __init__(
         self, source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Sequence[Shape], seed: int
@@ -165,7 +137,7 @@ class BatchPlan(Plan):
         super().__init__(shapes, counts, num_tokens, bucket, len(self._cuts), seed)
 
     def rows(self, index: int) -> Rows:
-        """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
+        """Return the pairs of global batch `index`."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, batches = self._order(epoch)
         cut = self._cuts[batches[place]]
@@ -175,17 +147,9 @@ class BatchPlan(Plan):
 def make_batch(
     encoded: EncodedPairs, chosen: Rows, model: ModelConfig, row_multiple: int = 1, parts: RowParts = ALL_ROWS
 ) -> Batch:
-    """Return pairs as padded arrays.
+    """Return pairs as padded int32 arrays. Rows after the pairs hold only padding.
 
-    Args:
-        encoded: The corpus.
-        chosen: A shape and pairs that fit it.
-        model: Special ids, vocabulary sizes, what the decoder reads first, and whether the source has BOS and EOS.
-        row_multiple: The number of rows is rounded up to a multiple of this number, so that devices divide the rows.
-        parts: The rows to make. Their number of parts divides `row_multiple`.
-
-    Returns:
-        int32 arrays. Rows after the pairs hold only padding.
+    The number of rows is rounded up to a multiple of `row_multiple`, and `parts` selects those to make.
 
     Raises:
         UserError: A pair has an id outside the vocabulary, or more tokens than a learned position table.
@@ -263,11 +227,7 @@ def eval_batches(
     row_multiple: int = 1,
     parts: RowParts = ALL_ROWS,
 ) -> Iterator[Batch]:
-    """Yield every pair once, in a fixed order, in batches of the shapes, and of one longer shape if a pair needs it.
-
-    `shapes` is a ladder from `choose_shapes`, and `batch_tokens` is the token budget of the longer shape. The other
-    arguments are those of `make_batch`.
-    """
+    """Yield every pair once, in a fixed order, in batches of the shapes, and of one longer shape if a pair needs it."""
     source_lengths, target_lengths = encoded.source_lengths, encoded.target_lengths
     src = max(int(source_lengths.max()), shapes[-1].src_length)
     tgt = max(int(target_lengths.max()), shapes[-1].tgt_length)
@@ -293,7 +253,7 @@ def log2_factorials(numbers: np.ndarray | Sequence[int]) -> float:
 
 
 def equal_parts(total: int, max_size: int) -> int:
-    """Return the size of equal parts that hold `total` items in the smallest number of parts of at most `max_size`."""
+    """Return the size of equal parts that hold `total` items in the fewest parts of at most `max_size`."""
     return -(-total // -(-total // max_size))
 
 

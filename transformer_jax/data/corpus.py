@@ -18,13 +18,5 @@ _READERS = {
 
 
 def read_split(config: DataConfig, split: Split) -> Pairs | None:
-    """Read the sentence pairs of a split, in the order of the source.
-
-    `config.train`, `config.valid` or `config.test` names the split in the source. If the name is empty, the result is
-    None.
-
-    Raises:
-        UserError: a file, data set, split or column is missing, damaged or empty; the sides have different lengths; or
-            text is not UTF-8. The message names file and line, or data set and row.
-    """
+    """Read the split that `config.train`, `.valid` or `.test` names in the source; None if that name is empty."""
     return _READERS[config.source](config, split) if getattr(config, split) else None

@@ -22,11 +22,7 @@ _ARRAYS = ("source_ids", "source_offsets", "target_ids", "target_offsets")
 
 @dataclass(frozen=True)
 class FilterReport:
-    """Number of pairs in a split, and number of pairs that each filter removed. Each pair is counted once.
-
-    >>> print(FilterReport(10, empty=1, long=2, length_ratio=0, max_length=256, max_length_ratio=9.0))
-    10 pairs: 7 kept, 1 empty, 2 longer than 256 tokens, 0 of a length ratio above 9
-    """
+    """Number of pairs in a split, and number of pairs that each filter removed. Each pair is counted once."""
 
     pairs: int
     empty: int
@@ -49,16 +45,10 @@ class FilterReport:
 
 @dataclass(frozen=True)
 class EncodedPairs:
-    """Sentence pairs as ids without special tokens. Pair i is `source(i)` and `target(i)`.
+    """Sentence pairs as ids (uint16 or int32) without special tokens.
 
-    Args:
-        source_ids: Unsigned 16-bit or signed 32-bit ids of all source sentences, one after the other.
-        source_offsets: int64. Sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]].
-        target_ids: Ids of the target sentences.
-        target_offsets: Offsets of the target sentences.
-        source_eos: Whether batches put EOS after the source.
-        source_bos: Whether batches put BOS before the source.
-        report: What the filter left out. None if nothing is filtered.
+    Source sentence i is source_ids[source_offsets[i] : source_offsets[i + 1]]. `source_eos` and `source_bos`: whether
+    batches add EOS and BOS to it. `report` says what the filter left out; None if nothing is filtered.
     """
 
     source_ids: np.ndarray
@@ -89,7 +79,7 @@ class EncodedPairs:
 
     @property
     def source_lengths(self) -> np.ndarray:
-        """Number of tokens in each source sentence, int64, counting the BOS and EOS that batches add."""
+        """Number of tokens in each source sentence, int64, with the BOS and EOS that batches add."""
         return np.diff(self.source_offsets) + self.source_bos + self.source_eos
 
     @property
@@ -101,18 +91,10 @@ class EncodedPairs:
 def encode_pairs(
     pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None = None
 ) -> EncodedPairs:
-    """Encode pairs as token ids.
+    """Encode pairs as token ids. `keep` filters training pairs; None keeps every pair.
 
-    Args:
-        pairs: The text.
-        tokenizers: The tokenizers of both sides.
-        model: States whether the source starts with BOS and ends with EOS, which count as tokens.
-        keep: The filter of training pairs. A pair is left out if a side is empty or white space, if a side is longer
-            than `keep.max_length`, or if one side has more than `keep.max_length_ratio` times the tokens of the other.
-            None keeps every pair.
-
-    Raises:
-        UserError: No pair is left.
+    A pair is left out if a side is empty or white space, if a side is longer than `keep.max_length` with its BOS and
+    EOS, or if one side has more than `keep.max_length_ratio` times the tokens of the other.
     """
     tokenizers.check_fits(model)
     sides = tokenizers.source, tokenizers.target
@@ -160,8 +142,8 @@ def load_or_encode(
 ) -> EncodedPairs:
     """Encode a split with `encode_pairs`, or load it from the cache. The training split is filtered.
 
-    The arrays are memory-mapped and read-only. A folder of the cache is named after the split and a fingerprint of
-    everything that decides its content, so an outdated folder is not found; a damaged folder is written again.
+    Its folder is named after everything that decides its content: an outdated folder is not found, a damaged one is
+    written again. The arrays are memory-mapped.
     """
     keep = config.data if split == "train" else None
     directory = cache_directory / f"{split}-{_fingerprint(pairs, tokenizers, config.model, keep)[:16]}"

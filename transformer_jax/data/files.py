@@ -27,10 +27,9 @@ def read_text(config: DataConfig, split: Split) -> Pairs:
 
 
 def read_tsv(config: DataConfig, split: Split) -> Pairs:
-    """Read two columns of `{directory}/STEM.tsv`. Columns are separated by tabs, and quotes are text.
+    """Read two tab-separated columns of `{directory}/STEM.tsv`, in which quotes are text.
 
-    The first line names the columns, unless `data.source_column` and `data.target_column` are numbers, which count
-    from 1. Every line must have the same number of columns.
+    The first line names the columns, unless `data.source_column` and `data.target_column` are numbers (from 1).
     """
     path = _find(config, split, "tsv")
     wanted = column_names(config)
@@ -58,10 +57,7 @@ def read_tsv(config: DataConfig, split: Split) -> Pairs:
 
 
 def read_jsonl(config: DataConfig, split: Split) -> Pairs:
-    """Read two keys of `{directory}/STEM.jsonl`, with one JSON object on each line.
-
-    If an object has an object under its key `translation`, the keys of that object are read.
-    """
+    """Read two keys of each object in `{directory}/STEM.jsonl`, or of the object under its key `translation`."""
     path = _find(config, split, "jsonl")
     names = column_names(config)
     sides: tuple[list[str], list[str]] = ([], [])
@@ -82,12 +78,9 @@ def read_jsonl(config: DataConfig, split: Split) -> Pairs:
 
 
 def read_lines(path: Path) -> list[str]:
-    r"""Return the lines of a UTF-8 text file, which is decompressed if its name ends with .gz, .xz or .zst.
+    r"""Return the lines of a UTF-8 text file, unpacked if its name ends with .gz, .xz or .zst. Only "\n" ends a line.
 
-    Lines end at "\n" only. One "\r" before it is dropped, and so is a byte-order mark at the start of the file.
-
-    Raises:
-        UserError: the file is missing, damaged or not UTF-8. The message names the file and the line.
+    One "\r" before it is dropped, and so is a byte-order mark at the start of the file.
     """
     return list(_numbered_lines(path))
 

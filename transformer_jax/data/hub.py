@@ -1,7 +1,6 @@
 """Read sentence pairs with the libraries that also download data sets: Hugging Face datasets and TensorFlow Datasets.
 
-Each library is imported only when it is the source. As SECURITY.md promises, no code that comes with a data
-set is executed, whatever its files name.
+As SECURITY.md promises, no code that comes with a data set is executed, whatever its files name.
 """
 
 import importlib
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
 def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     """Read a split from the Hugging Face Hub, or from a folder that `save_to_disk` wrote.
 
-    `config.directory` is the folder, or `config.name` and `config.subset` name a data set of the Hub. Rows have one
-    column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}. Newlines within a sentence
-    become spaces. The pairs are memory-mapped.
+    Rows have one column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}.
     """
     split_name = getattr(config, split)
     rows = _load_from_disk(config, split, split_name) if config.directory else _load_from_hub(config, split_name)
@@ -97,9 +94,7 @@ def _huggingface_column(rows: "datasets.Dataset", name: str, origin: str) -> Laz
 def read_tfds(config: DataConfig, split: Split) -> Pairs:
     """Read a split of the data set `data.name`, such as wmt14_translate/de-en, with one text feature for each side.
 
-    The data set is read from `data.directory`, or from the library's own folder. A data set that the library knows but
-    that is not there yet is downloaded. Newlines within a sentence become spaces. The pairs are read row by row from
-    array_record files. Files that name Python code outside the library are rejected.
+    `data.directory` replaces the library's own folder. A data set of the library is downloaded if it is missing.
     """
     try:
         import tensorflow_datasets
@@ -136,9 +131,8 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
 def _library_features_only(tensorflow_datasets: ModuleType) -> Iterator[None]:
     """Reject feature types from outside tensorflow-datasets while a data set is opened.
 
-    `features.json` and `dataset_info.json` name the Python class of each feature, and the library imports the module of
-    every class that it does not know. All names pass through `FeatureConnector.cls_from_name`, wherever in these files
-    they are.
+    `features.json` and `dataset_info.json` name the class of each feature, and the library imports its module: all
+    names pass through `FeatureConnector.cls_from_name`.
     """
     connector = tensorflow_datasets.features.FeatureConnector
     class_of = connector.cls_from_name

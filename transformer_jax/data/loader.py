@@ -25,11 +25,7 @@ def plan_batches(config: Config, encoded: EncodedPairs) -> Plan:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training batches of a run: batch i is a pure function of the encoded pairs, the plan and i.
-
-    Raises:
-        ValueError: The number of row parts does not divide `row_multiple`.
-    """
+    """The training batches of a run: batch i is a pure function of the encoded pairs, the plan and i."""
 
     encoded: EncodedPairs
     """The training pairs."""
@@ -64,10 +60,7 @@ class TrainingData:
         ]
 
     def describe(self, index: int) -> list[dict[str, object]]:
-        """Return the number, text and token ids of each pair in global batch `index`.
-
-        Pairs are numbered as in the encoded corpus, which does not count the pairs that were filtered out.
-        """
+        """Return the number in the encoded corpus, text and token ids of each pair in global batch `index`."""
         pairs = self.plan.rows(index).pairs.tolist()
         described: list[dict[str, object]] = [{"pair": pair} for pair in pairs]
         for side in ("source", "target"):

@@ -1,9 +1,7 @@
 """Packed batches: a row holds several sentence pairs, one after the other on both sides, and there is one shape.
 
-The rows are packed once: pairs are taken in a random order, and each goes to the open row that has the least space
-left. The content of a row is then a list of lengths. Each epoch assigns the pairs at random to the slots of their own
-lengths, and shuffles the rows. So every epoch has the same number of batches, puts each pair next to other pairs, and
-does not depend on the epochs before it.
+The rows are packed once. Each epoch assigns the pairs at random to the slots of their own lengths, and shuffles the
+rows. So every epoch has the same number of batches, puts each pair next to other pairs, and depends on no other epoch.
 """
 
 import numpy as np
@@ -17,20 +15,10 @@ _OPEN_ROWS = 32  # per stream
 def pack(
     source_lengths: np.ndarray, target_lengths: np.ndarray, length: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Put every pair into a row of `length` positions on each side.
+    """Put every pair into a row of `length` positions on each side: best-fit bin packing with few open rows.
 
-    This is best-fit bin packing with a bounded number of open rows. A pair is added to the row that leaves the least
-    space on its tighter side. If a pair fits into no open row, the fullest row is closed and a new row is opened.
-
-    >>> pairs, ends = pack(np.array([4, 6, 5]), np.array([5, 4, 9]), 10, np.random.default_rng(0))
-    >>> [sorted(row.tolist()) for row in np.split(pairs, ends[:-1])]
-    [[2], [0, 1]]
-
-    The lengths are those of `choose_shapes`, of at most `length` tokens. `rng` chooses the order in which pairs are
-    packed.
-
-    Returns:
-        The indices of the pairs, ordered by row, and the end of each row as an index into them.
+    A pair, in an order that `rng` chooses, is added to the row that leaves the least space on its tighter side. If it
+    fits into no open row, the fullest one is closed. Returns the pairs ordered by row, and the end of each row in them.
     """
     number = len(source_lengths)
     streams = -(-number // _STREAM)
@@ -62,12 +50,7 @@ def pack(
 class PackedPlan(Plan):
     """Batches of rows with several pairs. Groups are the pairs of equal lengths on both sides, and units are rows.
 
-    The lengths are those of `choose_shapes`. A row has `length` positions on each side, and a batch at most
-    `batch_tokens`. If eight rows fit, the maximum number of rows is a multiple of eight, which most numbers of devices
-    divide.
-
-    Raises:
-        ValueError: A pair fits no row.
+    If eight rows fit `batch_tokens`, the largest number of rows is a multiple of 8, which most device counts divide.
     """
 
     def __init__(
@@ -91,7 +74,7 @@ class PackedPlan(Plan):
         super().__init__([shape], [num_batches], num_tokens, groups, len(self._ends), seed)
 
     def rows(self, index: int) -> Rows:
-        """Return the pairs of global batch `index`, which counts from 0 over all epochs."""
+        """Return the pairs of global batch `index`."""
         epoch, place = divmod(index, self.batches_per_epoch)
         (shape,) = self.shapes
         pairs, rows = self._order(epoch)

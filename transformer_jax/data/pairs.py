@@ -14,13 +14,7 @@ _ROWS_AT_ONCE = 10_000
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentence pairs of one split. `target[i]` is the translation of `source[i]`; no sentence contains a newline.
-
-    `origin` names the files or the data set, for messages.
-
-    Raises:
-        UserError: the numbers of sentences differ, or are 0.
-    """
+    """Sentence pairs of one split, without newlines. `origin` names the files or the data set, for messages."""
 
     source: Sequence[str]
     target: Sequence[str]
@@ -45,10 +39,7 @@ class Pairs:
 
 
 class LazyColumn(Sequence[str]):
-    """A column of text that is read from its memory-mapped table on access, thousands of rows at a time.
-
-    `fetch(start, stop)` returns the sentences of rows `start` to `stop - 1`.
-    """
+    """A column of text that `fetch(start, stop)` reads from its memory-mapped table, thousands of rows at a time."""
 
     def __init__(self, fetch: Callable[[int, int], list[str]], length: int) -> None:
         self._fetch = fetch
@@ -81,12 +72,7 @@ def column_names(config: DataConfig) -> list[str]:
 
 
 def clean_sentence(value: object, where: str) -> str:
-    """Return a value as one line of text. Newlines become spaces, because a line holds one sentence.
-
-    Raises:
-        UserError: the value is neither text nor bytes in UTF-8, or is text with half of a surrogate pair. The message
-            starts with `where`.
-    """
+    """Return text, or bytes in UTF-8, as one line: newlines become spaces, because a line holds one sentence."""
     try:
         if isinstance(value, bytes):
             value = value.decode("utf-8")

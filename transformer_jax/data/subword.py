@@ -20,18 +20,10 @@ _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Pieces of a SentencePiece model, with the ids of a separate vocabulary.
+    """Pieces of a SentencePiece model (the bytes of a `.spm` file), with the ids of a separate vocabulary.
 
-    A language code at the start of a text, such as `>>fra<<`, is one token.
-
-    Args:
-        model: the bytes of a `.spm` file.
-        vocabulary: the id of each piece, including the special tokens. Ids need not be contiguous.
-        special: ids of PAD, BOS, EOS and unknown pieces. No text gives the first three.
-        clean_up: whether decoding removes spaces before punctuation (`clean_up_tokenization_spaces`).
-
-    Raises:
-        UserError: sentencepiece is not installed, the model is damaged, or two pieces have the same id.
+    A language code at the start of a text, such as `>>fra<<`, is one token. Ids need not be contiguous. `clean_up`
+    removes spaces before punctuation in decoded text (`clean_up_tokenization_spaces`).
     """
 
     kind: Kind = "sentencepiece"
@@ -111,10 +103,7 @@ _END = "</w>"  # follows the last letter of a word
 
 
 class SubwordTokenizer(WordTokenizer):
-    """Words between spaces, split into pieces by the merges of subword-nmt. "@@" marks all pieces but a word's last.
-
-    `merges` are pairs of pieces in the order in which they are merged. The last piece of a word ends with "</w>".
-    """
+    """Words between spaces, split by the merges of subword-nmt. "@@" marks all pieces but a word's last."""
 
     def __init__(self, merges: Sequence[tuple[str, str]], vocabulary: Sequence[str], special: SpecialIds) -> None:
         super().__init__("subword_nmt", vocabulary, special)

@@ -1,7 +1,6 @@
 """Turn text into token ids and back: byte pairs, words, text that is already tokenized, and `tokenizer.json` files.
 
-A vocabulary that is trained here starts with `types.SPECIAL_TOKENS`, which have ids 0 to 3. No text gives the id of
-PAD, BOS or EOS, so a sentence that contains "</s>" cannot end early. Words outside the vocabulary give `unk_id`.
+No text gives the id of PAD, BOS or EOS, so a sentence that contains "</s>" cannot end early.
 """
 
 import json
@@ -27,15 +26,7 @@ SpecialIds = tuple[int, int, int, int | None]
 class Tokenizer(ABC):
     """Convert text to token ids and back. `encode` adds no special tokens; `batching.make_batch` adds them.
 
-    Two tokenizers are equal if they give the same ids to every text.
-
-    Attributes:
-        kind: how text is split, as in `TokenizerConfig.kind`.
-        vocab_size: number of ids, including those of special tokens.
-        pad_id: id of the padding.
-        bos_id: id of the beginning of a sentence.
-        eos_id: id of the end of a sentence.
-        unk_id: id of unknown words; None if text outside the vocabulary is an error.
+    Two tokenizers are equal if they give the same ids to every text. `unk_id` is None if unknown text is an error.
     """
 
     kind: Kind
@@ -73,11 +64,7 @@ class Tokenizer(ABC):
         return [f"<{int(i)}>" if token is None else token for i, token in tokens]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Return the token of each id for display.
-
-        A space is written as \u2581. Invisible characters, and bytes that are not a complete character, are escaped as
-        in Python.
-        """
+        """Return the tokens for display: \u2581 for a space, and anything invisible escaped as in Python."""
         tokens = self.tokens(ids)
         if self._is_byte_level:
             special = self.special_ids
@@ -123,10 +110,7 @@ class _LibraryTokenizer(Tokenizer):
 class BytePairTokenizer(_LibraryTokenizer):
     """Byte pair encoding over UTF-8 bytes: any text round-trips, and nothing is unknown.
 
-    `library` is a JSON tree of the library `tokenizers`. Its added tokens are dropped: they would be found in text.
-
-    Raises:
-        ValueError: the ids are not 0 to the number of entries - 1.
+    The added tokens of `library`, a JSON tree of the library `tokenizers`, are dropped: they would be found in text.
     """
 
     kind: Kind = "bpe"
@@ -156,17 +140,8 @@ _SPECIAL_NAMES = {
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A `tokenizer.json` file of the library `tokenizers`, with any of its models (BPE, Unigram, WordLevel, WordPiece).
 
-    The ids of a text are those of `Tokenizer.encode(text, add_special_tokens=False)`, with one exception: a special
-    token that occurs in the text is encoded as ordinary text. The file's padding and truncation settings are ignored.
-
-    Args:
-        library: the JSON tree of the file.
-        special: ids of PAD, BOS, EOS and unknown words. None finds them by their usual names, first among the added
-            tokens and then in the vocabulary. Without a BOS token, PAD's id is used for BOS. Without an UNK token,
-            `unk_id` is None.
-
-    Raises:
-        UserError: the library cannot read the tree, or has no PAD or EOS token with a usual name.
+    A special token that occurs in the text is encoded as ordinary text. The file's padding and truncation are ignored.
+    If `special` is None, the special tokens are found by their usual names. BOS may be missing, and is then PAD.
     """
 
     kind: Kind = "huggingface"
@@ -202,11 +177,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return pad_id, pad_id if bos_id is None else bos_id, eos_id, unk_id
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. PAD, BOS and EOS written in the text are unknown words, or are left out.
-
-        Raises:
-            UserError: text is outside the vocabulary, and the file has no token for unknown words.
-        """
+        """Return the ids of each text. PAD, BOS and EOS written in the text are unknown words, or are left out."""
         try:
             rows = [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
         except Exception as error:  # the library has no exception type of its own
@@ -223,11 +194,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
 
 class WordTokenizer(Tokenizer):
-    """Split text at white space into words, or at spaces into pretokenized subwords.
-
-    `kind` "word" splits at any white space. "pretokenized" splits at spaces, and `decode` joins a token that ends with
-    "@@" to the next token, as subword-nmt does. `vocabulary` has the word of each id, including the special tokens.
-    """
+    """Split text at white space into words, or at spaces into subwords that subword-nmt marked with "@@"."""
 
     def __init__(
         self, kind: Kind, vocabulary: Sequence[str], special: SpecialIds = (PAD_ID, BOS_ID, EOS_ID, UNK_ID)
@@ -239,11 +206,7 @@ class WordTokenizer(Tokenizer):
         self._ids = {word: i for i, word in enumerate(self._vocabulary) if i not in special}
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Words outside the vocabulary give `unk_id`.
-
-        Raises:
-            UserError: a word is outside the vocabulary and `unk_id` is None.
-        """
+        """Return the ids of each text. Words outside the vocabulary give `unk_id`."""
         return [[self._id(word, line) for word in _words(self.kind, text)] for line, text in enumerate(texts, 1)]
 
     def _id(self, word: str, line: int) -> int:
@@ -276,19 +239,10 @@ class WordTokenizer(Tokenizer):
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` ids. The result depends on the arguments only.
+    """Train a tokenizer of at most `vocab_size` ids, special tokens included, which depends on the arguments only.
 
-    The special tokens have the ids of `types.SPECIAL_TOKENS`.
-
-    Args:
-        kind: bpe, word or pretokenized.
-        texts: the training sentences, of both sides if the vocabulary is joint.
-        vocab_size: largest number of ids, including those of special tokens. The rarest words become unknown, and of
-            equally rare words the last in alphabetical order.
-        min_frequency: words that are rarer become unknown, and byte pairs that are rarer are not merged.
-
-    Raises:
-        UserError: `vocab_size` is too small for the 256 bytes, or `kind` only comes with an imported model.
+    The rarest words become unknown, and of equally rare words the last in alphabetical order. Words rarer than
+    `min_frequency` become unknown too, and such byte pairs are not merged.
     """
     if kind == "bpe":
         return _train_byte_pairs(texts, vocab_size, min_frequency)
@@ -332,10 +286,7 @@ def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int)
 
 
 def _split_long(texts: Iterable[str]) -> Iterator[str]:
-    """Split texts of more than 10,000 characters into parts of 1,000.
-
-    The trainer's time is quadratic in the length of a word: one word of a megabyte would take days.
-    """
+    """Split very long texts: the trainer's time is quadratic in a word's length, days for a megabyte."""
     for text in texts:
         if len(text) <= 10_000:
             yield text

@@ -37,11 +37,7 @@ class TokenizerPair:
         return self.source is self.target
 
     def check_fits(self, model: ModelConfig) -> None:
-        """Check that every id of the tokenizers has a row in the model's tables.
-
-        Raises:
-            UserError: a vocabulary has more entries than the model's table has rows, or a special id differs.
-        """
+        """Check that special ids agree, and that every id of the tokenizers has a row in the model's tables."""
         source_field = "source_vocab_size" if model.source_vocab_size else "vocab_size"
         for side, tokenizer, field, rows in (
             ("source", self.source, source_field, model.source_rows),
@@ -69,13 +65,7 @@ class TokenizerPair:
 
     @classmethod
     def load(cls, path: Path) -> "TokenizerPair":
-        """Read the tokenizers of a run, or of the library `tokenizers`.
-
-        `path` is a folder with `joint.json`, or with `source.json` and `target.json`; or one file for both sides.
-
-        Raises:
-            UserError: the folder or a file of it is missing or is not a tokenizer.
-        """
+        """Read a folder that `save` wrote, or one tokenizer file for both sides."""
         joint_file = path if path.is_file() else path / "joint.json"
         if joint_file.is_file():
             joint = read_tokenizer(joint_file)
@@ -103,13 +93,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def tokenizer_from_json(text: str, origin: str) -> Tokenizer:
-    """Return the tokenizer that JSON text describes: the reverse of `Tokenizer.to_json`.
-
-    The text may also be a `tokenizer.json` of the library `tokenizers`. Errors name `origin`.
-
-    Raises:
-        UserError: the text is not a tokenizer.
-    """
+    """Return the tokenizer that `Tokenizer.to_json` or a file of the library `tokenizers` describes."""
     try:
         tree = json.loads(text)
         if not isinstance(tree, dict) or not ("kind" in tree or isinstance(tree.get("model"), dict)):
