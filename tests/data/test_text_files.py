@@ -66,7 +66,7 @@ def test_empty_split_is_none(tmp_path):
     ("source", "target", "message"),
     [
         (b"good\nbad \xff\n", "a\nb\n", r"train\.en, line 2: not valid UTF-8: byte 0xff at column 5"),
-        ("a\nb\n", "a\nb\nc\n", r"train\.en has 2 lines and .*train\.de has 3"),
+        ("a\nb\n", "a\nb\nc\n", r"train\.en and .*train\.de: 2 source sentences and 3 target"),
         ("", "", r"train\.en and .*train\.de: no sentence pairs"),
     ],
 )

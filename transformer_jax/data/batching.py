@@ -77,9 +77,7 @@ class Rows(NamedTuple):
     """The pairs of a batch, row after row, by number. Its last rows may hold no pair."""
 
     shape: Shape
-    """The shape of the batch. Its last rows may hold no pair."""
     pairs: np.ndarray
-    """The numbers of the pairs (int64), row after row."""
     in_row: np.ndarray | None = None
     """Number of pairs in each of the first rows of a packed batch. None is one pair per row."""
 
@@ -89,9 +87,6 @@ class Plan(ABC):
 
     Each epoch has every pair once. A pair changes places at random with pairs of its own group, given for each pair by
     `groups`, and the units, of which batches consist, are shuffled. `counts` has the number of batches of each shape.
-
-    `padding_share` is the fraction of an epoch's positions, over both sides, that hold padding, as empty rows do.
-    `order_bits` is the entropy of an epoch's order, at most log2(pairs!).
     """
 
     def __init__(
@@ -99,9 +94,10 @@ class Plan(ABC):
     ) -> None:
         self.shapes, self.seed = tuple(shapes), seed
         self.batches_per_epoch = sum(counts)
-        sizes = [shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes]
-        self.padding_share = 1 - num_tokens / int(np.dot(counts, sizes))
-        self.order_bits = log2_factorials(np.bincount(groups)) + log2_factorials([num_units])
+        positions = [shape.rows * (shape.src_length + shape.tgt_length) for shape in shapes]
+        self.padding_share = 1 - num_tokens / int(np.dot(counts, positions))  # of both sides' positions
+        sizes = [*np.bincount(groups).tolist(), num_units]
+        self.order_bits = sum(math.lgamma(size + 1) for size in sizes) / math.log(2)  # entropy of an order, in bits
         self._groups, self._num_units = groups, num_units
         self._lock = threading.Lock()
         # Two epochs, because prefetching threads cross the end of an epoch one at a time.
@@ -132,7 +128,7 @@ class BatchPlan(Plan):
     ) -> None:
         bucket = _buckets(source_lengths, target_lengths, shapes)
         self._cuts = _cut(bucket, shapes)
-        counts = np.bincount([cut.shape for cut in self._cuts], minlength=len(shapes)).tolist()
+        counts = np.bincount([number for number, _ in self._cuts], minlength=len(shapes)).tolist()
         num_tokens = int(source_lengths.sum() + target_lengths.sum())
         super().__init__(shapes, counts, num_tokens, bucket, len(self._cuts), seed)
 
@@ -140,8 +136,8 @@ class BatchPlan(Plan):
         """Return the pairs of global batch `index`."""
         epoch, place = divmod(index, self.batches_per_epoch)
         pairs, batches = self._order(epoch)
-        cut = self._cuts[batches[place]]
-        return Rows(self.shapes[cut.shape], pairs[cut.start : cut.stop])
+        number, span = self._cuts[batches[place]]
+        return Rows(self.shapes[number], pairs[span])
 
 
 def make_batch(
@@ -150,9 +146,6 @@ def make_batch(
     """Return pairs as padded int32 arrays. Rows after the pairs hold only padding.
 
     The number of rows is rounded up to a multiple of `row_multiple`, and `parts` selects those to make.
-
-    Raises:
-        UserError: A pair has an id outside the vocabulary, or more tokens than a learned position table.
     """
     shape, pairs, in_row = chosen
     rows = -(-shape.rows // row_multiple) * row_multiple
@@ -235,21 +228,8 @@ def eval_batches(
         shapes = [*shapes, Shape(max(1, batch_tokens // max(src, tgt)), src, tgt)]
     bucket = _buckets(source_lengths, target_lengths, shapes)
     order = np.argsort(bucket, kind="stable")
-    for cut in _cut(bucket, shapes):
-        yield make_batch(encoded, Rows(shapes[cut.shape], order[cut.start : cut.stop]), model, row_multiple, parts)
-
-
-class _Cut(NamedTuple):
-    """A batch: the number of its shape, and its range in the pairs sorted by shape."""
-
-    shape: int
-    start: int
-    stop: int
-
-
-def log2_factorials(numbers: np.ndarray | Sequence[int]) -> float:
-    """Return log2(n!), summed over the numbers."""
-    return sum(math.lgamma(int(number) + 1) for number in numbers) / math.log(2)
+    for number, span in _cut(bucket, shapes):
+        yield make_batch(encoded, Rows(shapes[number], order[span]), model, row_multiple, parts)
 
 
 def equal_parts(total: int, max_size: int) -> int:
@@ -270,12 +250,12 @@ def _buckets(source_lengths: np.ndarray, target_lengths: np.ndarray, shapes: Seq
     return bucket.astype(np.min_scalar_type(len(shapes)))  # a small type sorts in linear time
 
 
-def _cut(bucket: np.ndarray, shapes: Sequence[Shape]) -> list[_Cut]:
-    """Return the batches over the pairs sorted by shape. Only the last batch of a shape has empty rows."""
+def _cut(bucket: np.ndarray, shapes: Sequence[Shape]) -> list[tuple[int, slice]]:
+    """Return each batch's shape and range in the pairs sorted by shape. Only a shape's last batch has empty rows."""
     ends = np.cumsum(np.bincount(bucket, minlength=len(shapes))).tolist()
     cuts, start = [], 0
     for number, (shape, end) in enumerate(zip(shapes, ends, strict=True)):
-        cuts += [_Cut(number, first, min(first + shape.rows, end)) for first in range(start, end, shape.rows)]
+        cuts += [(number, slice(at, min(at + shape.rows, end))) for at in range(start, end, shape.rows)]
         start = end
     return cuts
 

@@ -121,11 +121,9 @@ def encode_pairs(
                 f"{pairs.origin}: no pair is left for training: {report}. Check the files, or raise data.max_length "
                 "and data.max_length_ratio"
             )
-    source_offsets, target_offsets = np.cumsum(np.concatenate(lengths, axis=1), axis=1)
-    source_ids, target_ids = map(np.concatenate, ids)
-    return EncodedPairs(
-        *(source_ids, source_offsets, target_ids, target_offsets), model.source_eos, model.source_bos, report
-    )
+    source, target = map(np.concatenate, ids)
+    offsets = np.cumsum(np.concatenate(lengths, axis=1), axis=1)
+    return EncodedPairs(source, offsets[0], target, offsets[1], model.source_eos, model.source_bos, report)
 
 
 def _filter(texts: tuple[Sequence[str], Sequence[str]], lengths: np.ndarray, keep: DataConfig | None) -> np.ndarray:
@@ -157,11 +155,8 @@ def load_or_encode(
 
 def load_cached(cache_directory: Path, split: Split, sha256: str, model: ModelConfig) -> EncodedPairs | None:
     """Return the cached split whose ids have this `EncodedPairs.sha256`, or None. The text is not needed."""
-    for directory in sorted(cache_directory.glob(f"{split}-*")):
-        cached = _load(directory, model)
-        if cached is not None and cached.sha256() == sha256:
-            return cached
-    return None
+    cached = (_load(directory, model) for directory in sorted(cache_directory.glob(f"{split}-*")))
+    return next((pairs for pairs in cached if pairs is not None and pairs.sha256() == sha256), None)
 
 
 def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, keep: DataConfig | None) -> str:
@@ -172,8 +167,7 @@ def _fingerprint(pairs: Pairs, tokenizers: TokenizerPair, model: ModelConfig, ke
         digest.update(tokenizer.to_json().encode())
     for texts in pairs.chunks():
         for side in texts:
-            digest.update("\n".join(side).encode())
-            digest.update(b"\n")
+            digest.update(("\n".join(side) + "\n").encode())
     return digest.hexdigest()
 
 

@@ -4,7 +4,7 @@ import codecs
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,7 @@ from transformer_jax.types import UserError
 def read_text(config: DataConfig, split: Split) -> Pairs:
     """Read `{directory}/STEM.{language}` for both languages, with one sentence per line. `config.{split}` is STEM."""
     paths = [_find(config, split, language) for language in (config.source_language, config.target_language)]
-    source, target = (read_lines(path) for path in paths)
-    if len(source) != len(target):
-        raise UserError(
-            f"{paths[0]} has {len(source)} lines and {paths[1]} has {len(target)}: "
-            "line n of one must be the translation of line n of the other"
-        )
-    return Pairs(source, target, f"{paths[0]} and {paths[1]}")
+    return Pairs(read_lines(paths[0]), read_lines(paths[1]), f"{paths[0]} and {paths[1]}")
 
 
 def read_tsv(config: DataConfig, split: Split) -> Pairs:
@@ -33,27 +27,26 @@ def read_tsv(config: DataConfig, split: Split) -> Pairs:
     """
     path = _find(config, split, "tsv")
     wanted = column_names(config)
-    lines = enumerate(_numbered_lines(path), 1)
-    first = next(lines, (1, ""))[1].split("\t")
+    rows = [line.split("\t") for line in read_lines(path) or [""]]
+    first = rows[0]
     numbered = [name.isdecimal() and len(name) < 10 for name in wanted]
     if any(numbered) and not all(numbered):
         raise UserError(f"data.source_column, data.target_column are {wanted}: give two names or two numbers")
     if all(numbered):
-        places, rows = [int(name) - 1 for name in wanted], [first]
+        places = [int(name) - 1 for name in wanted]
     else:
-        places, rows = [first.index(name) if name in first else -1 for name in wanted], []
+        places = [first.index(name) if name in first else -1 for name in wanted]
     for name, place in zip(wanted, places, strict=True):
         if not 0 <= place < len(first):
             raise UserError(
                 f"{path}, line 1: no column {name!r} among {first}; set data.source_column and data.target_column to "
                 "names, or to numbers from 1 if the file has no line of names"
             )
-    for number, line in lines:
-        row = line.split("\t")
+    for number, row in enumerate(rows, 1):
         if len(row) != len(first):
             raise UserError(f"{path}, line {number}: {len(row)} columns, but line 1 has {len(first)}")
-        rows.append(row)
-    return Pairs([row[places[0]] for row in rows], [row[places[1]] for row in rows], str(path))
+    source, target = ([row[place] for row in rows[not all(numbered) :]] for place in places)
+    return Pairs(source, target, str(path))
 
 
 def read_jsonl(config: DataConfig, split: Split) -> Pairs:
@@ -61,7 +54,7 @@ def read_jsonl(config: DataConfig, split: Split) -> Pairs:
     path = _find(config, split, "jsonl")
     names = column_names(config)
     sides: tuple[list[str], list[str]] = ([], [])
-    for number, line in enumerate(_numbered_lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         where = f"{path}, line {number}"
         row = parse_json(line, where)
         if isinstance(row, dict) and isinstance(row.get("translation"), dict):
@@ -82,10 +75,7 @@ def read_lines(path: Path) -> list[str]:
 
     One "\r" before it is dropped, and so is a byte-order mark at the start of the file.
     """
-    return list(_numbered_lines(path))
-
-
-def _numbered_lines(path: Path) -> Iterator[str]:
+    lines = []
     for number, line in enumerate(io.BytesIO(_read_bytes(path).removeprefix(codecs.BOM_UTF8)), 1):
         try:
             text = line.removesuffix(b"\n").decode("utf-8")
@@ -94,7 +84,8 @@ def _numbered_lines(path: Path) -> Iterator[str]:
                 f"{path}, line {number}: not valid UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}; "
                 "convert the file to UTF-8"
             ) from error
-        yield text.removesuffix("\r")
+        lines.append(text.removesuffix("\r"))
+    return lines
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -26,7 +26,7 @@ def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     Rows have one column for each side, or the column `translation` of WMT: {"en": "...", "de": "..."}.
     """
     split_name = getattr(config, split)
-    rows = _load_from_disk(config, split, split_name) if config.directory else _load_from_hub(config, split_name)
+    rows = _load_dataset(config, split, split_name)
     origin = f"{config.directory or config.name}{f'/{config.subset}' if config.subset else ''} ({split_name})"
     source, target = (_huggingface_column(rows, name, origin) for name in column_names(config))
     return Pairs(source, target, origin)
@@ -37,23 +37,17 @@ def _user_errors(message: str) -> Iterator[None]:
     """Turn errors of a library, which have a dozen types, into a `UserError` that starts with a message."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         raise UserError(f"{message}: {first_line(error)}") from error
 
 
-def _load_from_hub(config: DataConfig, split_name: str) -> "datasets.Dataset":
+def _load_dataset(config: DataConfig, split: Split, split_name: str) -> "datasets.Dataset":
     import datasets
 
-    where = f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}"
-    with _user_errors(f"{where}: the data set cannot be loaded"):  # no network, no such data set, subset, split or file
-        return datasets.load_dataset(config.name, config.subset or None, split=split_name)
-
-
-def _load_from_disk(config: DataConfig, split: Split, split_name: str) -> "datasets.Dataset":
-    import datasets
-
+    if not config.directory:
+        where = f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}"
+        with _user_errors(f"{where}: the data set cannot be loaded"):  # no network, data set, subset, split or file
+            return datasets.load_dataset(config.name, config.subset or None, split=split_name)
     directory = str(Path(config.directory).expanduser())
     with _user_errors(f"data.directory {directory!r}: not a data set written by save_to_disk"):
         loaded = datasets.load_from_disk(directory)

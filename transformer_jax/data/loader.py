@@ -28,19 +28,12 @@ class TrainingData:
     """The training batches of a run: batch i is a pure function of the encoded pairs, the plan and i."""
 
     encoded: EncodedPairs
-    """The training pairs."""
     plan: Plan
-    """Which pairs are in which batch."""
     model: ModelConfig
-    """Special ids, vocabulary sizes, what the decoder reads first and whether the source ends with EOS."""
-    tokenizers: TokenizerPair | None = None
-    """Decode the pairs of a batch for a report. Without tokenizers a report has ids only."""
-    row_multiple: int = 1
-    """Rows are rounded up to a multiple of this number, with empty rows."""
-    parts: RowParts = ALL_ROWS
-    """The rows of every batch that this process gets."""
-    prefetch: int = 8
-    """Number of batches to prepare ahead, at least 1."""
+    tokenizers: TokenizerPair | None = None  # without tokenizers, `describe` has ids only
+    row_multiple: int = 1  # rows are rounded up to a multiple of this number, with empty rows
+    parts: RowParts = ALL_ROWS  # the rows of every batch that this process gets
+    prefetch: int = 8  # number of batches to prepare ahead, at least 1
 
     def __post_init__(self) -> None:
         if self.row_multiple % self.parts.num_parts:

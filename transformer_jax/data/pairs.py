@@ -24,7 +24,7 @@ class Pairs:
         if len(self.source) != len(self.target):
             raise UserError(
                 f"{self.origin}: {len(self.source)} source sentences and {len(self.target)} target sentences; "
-                "both sides must have the same number"
+                "sentence n of one side must be the translation of sentence n of the other"
             )
         if not self.source:
             raise UserError(f"{self.origin}: no sentence pairs; the corpus is empty")

@@ -5,16 +5,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformer_jax.data.tokenizer import Kind, SpecialIds, Tokenizer, WordTokenizer
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError, first_line
 
-if TYPE_CHECKING:
-    import sentencepiece
-
-_SPACE = "\u2581"  # stands for a space in a piece
 # The option `clean_up` removes the spaces around these, in this order.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
@@ -47,9 +42,18 @@ class SentencePieceTokenizer(Tokenizer):
             duplicates = sorted(piece for piece, i in self.vocabulary.items() if self._pieces[i] != piece)
             raise UserError(f"SentencePiece vocabulary: these pieces have ids of other pieces: {duplicates[:10]}")
         self.vocab_size = max(self._pieces) + 1
-        hidden = {self.pad_id, self.bos_id, self.eos_id}
-        self._ids = {piece: i for piece, i in self.vocabulary.items() if i not in hidden}
-        self._processor = _load_processor(model)
+        self._ids = {piece: i for piece, i in self.vocabulary.items() if i not in special[:3]}
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise UserError(
+                "this tokenizer needs the package sentencepiece: python -m pip install 'transformer-jax[interop]'"
+            ) from error
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except (RuntimeError, OSError, TypeError) as error:
+            raise UserError(f"not a SentencePiece model: {first_line(error)}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Pieces and language codes outside the vocabulary give `unk_id`."""
@@ -67,7 +71,7 @@ class SentencePieceTokenizer(Tokenizer):
         return [self._join_pieces(row) if row else "" for row in pieces]
 
     def _join_pieces(self, pieces: list[str]) -> str:
-        text = self._processor.decode_pieces(pieces).replace(_SPACE, " ").strip()
+        text = self._processor.decode_pieces(pieces).replace("\u2581", " ").strip()  # the letter for a space in a piece
         for spaced in _CLEANED if self.clean_up else ():
             text = text.replace(spaced, spaced.strip())
         return text
@@ -82,21 +86,6 @@ class SentencePieceTokenizer(Tokenizer):
             "clean_up": self.clean_up,
             "model": base64.b64encode(self.model).decode("ascii"),
         }
-
-
-def _load_processor(model: bytes) -> "sentencepiece.SentencePieceProcessor":
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise UserError(
-            "this tokenizer needs the package sentencepiece: python -m pip install 'transformer-jax[interop]'"
-        ) from error
-    processor = sentencepiece.SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(model)
-    except (RuntimeError, OSError, TypeError) as error:
-        raise UserError(f"not a SentencePiece model: {first_line(error)}") from error
-    return processor
 
 
 _END = "</w>"  # follows the last letter of a word
@@ -123,7 +112,6 @@ class SubwordTokenizer(WordTokenizer):
         return " ".join(text.split())
 
     def _split(self, word: str) -> tuple[str, ...]:
-        """Return the pieces of a word."""
         stretch = len(word) if len(word) <= 1000 else 200  # the time is quadratic in the length of a stretch
         letters = [*word[:-1], word[-1] + _END]
         pieces = [p for start in range(0, len(word), stretch) for p in self._merge(letters[start : start + stretch])]
@@ -134,14 +122,12 @@ class SubwordTokenizer(WordTokenizer):
             best = min(itertools.pairwise(pieces), key=lambda pair: self._ranks.get(pair, len(self._ranks)))
             if best not in self._ranks:
                 break
-            merged, place = [], 0
-            while place < len(pieces):
-                if tuple(pieces[place : place + 2]) == best:
-                    merged.append("".join(best))
-                    place += 2
+            merged: list[str] = []
+            for piece in pieces:
+                if merged and (merged[-1], piece) == best:
+                    merged[-1] += piece
                 else:
-                    merged.append(pieces[place])
-                    place += 1
+                    merged.append(piece)
             pieces = merged
         return pieces
 
@@ -151,15 +137,13 @@ class SubwordTokenizer(WordTokenizer):
 
 def read_codes(path: Path) -> list[tuple[str, str]]:
     """Read the merges of a codes file of subword-nmt ("left right" on each line) or fastBPE ("left right count")."""
-    lines = read_text(path).split("\n")
+    lines = read_text(path).removesuffix("\n").split("\n")
     has_version, version = lines[0].startswith("#version:"), lines[0].removeprefix("#version:").strip()
     if has_version and version != "0.2":
         raise UserError(f"{path}, line 1: codes of version {version}; only 0.2 is read")
     merges = []
     for number, line in enumerate(lines[has_version:], 1 + has_version):
         fields = line.split(" ")
-        if line == "" and number == len(lines):
-            continue
         if len(fields) == 3 and fields[2].isdecimal():
             fields.pop()
         if len(fields) != 2 or not all(fields):

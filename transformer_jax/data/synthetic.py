@@ -8,12 +8,8 @@ from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import Pairs, Split
 from transformer_jax.types import UserError
 
-LIMIT = 1_000_000
-"""Numbers are drawn from 0 to LIMIT - 1."""
-
-SYMBOLS, LENGTH = 10, 10
-"""Number of different symbols, and number of symbols in each row of the copy task."""
-
+LIMIT = 1_000_000  # numbers are drawn from 0 to LIMIT - 1
+SYMBOLS, LENGTH = 10, 10  # number of different symbols, and number of symbols in each row of the copy task
 _SEED = 2017  # of the corpora; independent of the training seed, so that scores are comparable
 _LANGUAGES = ("en", "de")
 

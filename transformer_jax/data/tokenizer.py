@@ -96,8 +96,10 @@ class _LibraryTokenizer(Tokenizer):
 
     _library: tokenizers.Tokenizer
 
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each row as the library's decoder writes it. Special tokens give no text."""
         return self._library.decode_batch([self._visible(row) for row in rows], skip_special_tokens=True)
 
     def _token(self, i: int) -> str | None:
@@ -122,10 +124,6 @@ class BytePairTokenizer(_LibraryTokenizer):
         self.vocab_size = self._library.get_vocab_size()
         if max(self._library.get_vocab().values(), default=0) >= self.vocab_size:
             raise ValueError(f"the ids of {self.vocab_size} entries must be 0 to {self.vocab_size - 1}")
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        return [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 _SPECIAL_NAMES = {
@@ -155,8 +153,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self._library.no_truncation()
         self._library.encode_special_tokens = True
         self.vocab_size = max(self._library.get_vocab().values(), default=-1) + 1
-        special = special or self._find_special_ids()
-        self.pad_id, self.bos_id, self.eos_id, self.unk_id = special
+        self.pad_id, self.bos_id, self.eos_id, self.unk_id = special or self._find_special_ids()
         self._is_byte_level = "ByteLevel" in json.dumps(library.get("decoder"))
 
     def _find_special_ids(self) -> SpecialIds:
@@ -179,7 +176,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. PAD, BOS and EOS written in the text are unknown words, or are left out."""
         try:
-            rows = [row.ids for row in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
+            rows = super().encode(texts)
         except Exception as error:  # the library has no exception type of its own
             raise UserError(f"the tokenizer cannot encode the text: {first_line(error)}") from error
         hidden = {self.pad_id, self.bos_id, self.eos_id}
@@ -288,10 +285,8 @@ def _train_byte_pairs(texts: Iterable[str], vocab_size: int, min_frequency: int)
 def _split_long(texts: Iterable[str]) -> Iterator[str]:
     """Split very long texts: the trainer's time is quadratic in a word's length, days for a megabyte."""
     for text in texts:
-        if len(text) <= 10_000:
-            yield text
-        else:
-            yield from (text[start : start + 1_000] for start in range(0, len(text), 1_000))
+        size = 10_000 if len(text) <= 10_000 else 1_000
+        yield from (text[start : start + size] for start in range(0, len(text), size))
 
 
 # The letter that stands for each byte in a vocabulary of byte pairs.

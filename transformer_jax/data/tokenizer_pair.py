@@ -1,10 +1,11 @@
 """The tokenizers of a model's two sides: training, files, and checks against the model."""
 
 import base64
+import functools
 import itertools
 import json
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,16 +76,12 @@ class TokenizerPair:
 
 def train_tokenizers(config: Config, train: Pairs) -> TokenizerPair:
     """Train the tokenizers of a run on its training split."""
-
-    def train_side(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        return train_tokenizer(config.tokenizer.kind, texts, vocab_size, config.tokenizer.min_frequency)
-
-    if config.tokenizer.joint:
-        joint = train_side(itertools.chain(train.source, train.target), config.model.vocab_size)
+    settings, model = config.tokenizer, config.model
+    train_side = functools.partial(train_tokenizer, settings.kind, min_frequency=settings.min_frequency)
+    if settings.joint:
+        joint = train_side(itertools.chain(train.source, train.target), model.vocab_size)
         return TokenizerPair(joint, joint)
-    return TokenizerPair(
-        train_side(train.source, config.model.source_rows), train_side(train.target, config.model.vocab_size)
-    )
+    return TokenizerPair(train_side(train.source, model.source_rows), train_side(train.target, model.vocab_size))
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
