@@ -7,8 +7,8 @@ from typing import NamedTuple
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, StackSize, TrainingConfig
 from transformer_jax.types import UserError
 
+# The sizes of the paper's base model, which a row changes in proportion.
 SIZES = {"model.d_model": 512, "model.d_ff": 2048, "model.num_layers": 6, "model.num_heads": 8, "model.d_k": 64}
-"""The sizes of the paper's base model, which a row changes in proportion."""
 
 
 class Published(NamedTuple):
@@ -56,9 +56,7 @@ _TABLE: dict[str, tuple[Change, Published]] = {
     ),
 }
 ROWS = {name: changes for name, (changes, _) in _TABLE.items()}
-"""What each row changes in the base recipe."""
 PAPER = {name: published for name, (_, published) in _TABLE.items()}
-"""The paper's figures of each row."""
 
 
 def perplexity_of(result: Mapping[str, float | None]) -> float:
@@ -67,15 +65,9 @@ def perplexity_of(result: Mapping[str, float | None]) -> float:
 
 
 def table3_config(row: str = "base", base: Config | None = None) -> Config:
-    """Return the recipe of one row.
+    """Return the recipe of one row around a base recipe, by default the paper's.
 
-    Args:
-        row: Name of the row, a key of `ROWS`.
-        base: Base recipe. None takes the paper's. Every row has the number of steps of another base recipe, also big,
-            which the paper trains for three times as many steps.
-
-    Raises:
-        UserError: The row does not exist, or its change of the base recipe makes no valid model.
+    Every row has the number of steps of another base recipe, also big, which the paper trains three times as long.
 
     >>> table3_config("C4", scaled(table3_config(), 4)).model.d_model
     64
@@ -97,14 +89,7 @@ def table3_config(row: str = "base", base: Config | None = None) -> Config:
 
 
 def scaled(base: Config, scale: int) -> Config:
-    """Return the recipe with d_model and d_ff divided by `scale`.
-
-    The numbers of layers and heads stay, so the widths of the heads (d_model / h) are divided too.
-
-    Raises:
-        UserError: `scale` divides d_model or d_ff with a remainder, or the base sets widths of heads or sizes of the
-            decoder.
-    """
+    """Return the recipe with d_model and d_ff, and thereby the widths of the heads, divided by `scale`."""
     model = base.model
     for name in ("d_k", "d_v", *(f"decoder_{size}" for size in StackSize._fields)):
         if getattr(model, name) is not None:

@@ -21,24 +21,13 @@ from transformer_jax.visualization.canvas import COLORS, drawing
 
 logger = main_process_logger(__name__)
 
-Result = dict[str, Any]
-"""The figures of a trained row, as values that JSON can hold."""
+Result = dict[str, Any]  # the figures of a trained row, as values that JSON can hold
 
 
 def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterator[Result]:
-    """Train or resume rows of Table 3 around a base recipe, and score each on the validation split.
+    """Train or resume rows of Table 3 around a base recipe, and yield each row's scores on the validation split.
 
-    Args:
-        rows: Names of rows, keys of `ROWS`.
-        base: Base recipe. Every row has its number of steps, and no test split.
-        workdir: Folder of the runs: the run of a row is `workdir`/ROW, and `workdir`/table3.jsonl has the results of
-            all rows that were trained there.
-
-    Yields:
-        The result of each row as soon as it is trained, with the paper's numbers.
-
-    Raises:
-        UserError: A row or the validation split does not exist, or `train` raises an error.
+    The run of a row is `workdir`/ROW, and `workdir`/table3.jsonl has the results of all rows that were trained there.
     """
     if not base.data.valid:
         raise UserError("data.valid is empty; the rows of Table 3 are scored on the validation split")
@@ -96,10 +85,7 @@ def render(results: Sequence[Result]) -> str:
 
 
 def rank_correlation(results: Sequence[Result]) -> float:
-    """Return Spearman's rank correlation of our perplexities and the paper's: 1 for equal order, -1 for reverse order.
-
-    Equal perplexities get the mean of their ranks. The result is NaN for fewer than two rows or if all are equal.
-    """
+    """Return Spearman's rank correlation of our perplexities and the paper's, or NaN if it is undefined."""
     sides = [perplexity_of(result) for result in results], [PAPER[result["row"]].perplexity for result in results]
     ours, paper = (_ranks(np.array(side)) for side in sides)
     if len(results) < 2 or ours.std() == 0 or paper.std() == 0:
@@ -135,11 +121,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def plot_table3(results: Sequence[Result], output: Path) -> None:
-    """Plot the perplexity of each row, sorted by the paper's: the paper's on the left, ours on the right.
-
-    Raises:
-        UserError: The file cannot be written, or does not end with .png, .svg or .pdf.
-    """
+    """Plot the perplexity of each row, sorted by the paper's: the paper's on the left, ours on the right."""
     results = sorted(results, key=lambda result: PAPER[result["row"]].perplexity)
     places, groups = np.arange(len(results)), list(dict.fromkeys(row[0] for row in ROWS))
     colors = [COLORS[groups.index(result["row"][0])] for result in results]

@@ -56,7 +56,6 @@ class Maps(NamedTuple):
     queries: tuple[str, ...]
     """The tokens that attend. In cross-attention, each is the token that the decoder predicts."""
     keys: tuple[str, ...]
-    """The tokens that are attended to."""
     weights: np.ndarray
     """float32 [layers, heads, queries, keys]; each row sums to 1."""
 
@@ -86,11 +85,7 @@ class View:
     """Lines between tokens as in the paper's Figures 3 to 5, or a heat map."""
 
     def layer_in(self, attention: Attention) -> int:
-        """Return the number of the layer, counted from 1.
-
-        Raises:
-            UserError: The model has no such kind, layer or head, or there is no such style.
-        """
+        """Return the number of the layer, counted from 1, after checking that the model has this view."""
         if self.kind not in attention.maps or self.style not in get_args(Style):
             kinds, styles = ", ".join(attention.maps), ", ".join(get_args(Style))
             raise UserError(f"kind is {self.kind!r} and style {self.style!r}; legal: {kinds}; {styles}")
@@ -163,13 +158,7 @@ def draw_attention(attention: Attention, output: Path, view: View | None = None)
 
 
 def attention_page(attention: Attention, view: View) -> str:
-    """Return an HTML page that shows the attention weights, rounded to multiples of 1/65535.
-
-    The page contains everything it shows, and needs neither a network nor a server. `view` is what it shows first.
-
-    Raises:
-        UserError: There are more weights than a browser can open.
-    """
+    """Return a self-contained HTML page of the attention weights, which shows `view` first."""
     count = sum(maps.weights.size for maps in attention.maps.values())
     if count > _MAX_WEIGHTS:
         longest = max(len(maps.queries) for maps in attention.maps.values())
@@ -238,13 +227,7 @@ def heads_of(maps: Maps, layer: int, head: int | str) -> dict[str, np.ndarray]:
 
 
 def draw_lines(axes: "Axes", maps: Maps, named: dict[str, np.ndarray]) -> None:
-    """Draw lines from the tokens that attend, above, to the tokens attended to, below, in one color for each head.
-
-    Args:
-        axes: The axes to draw into.
-        maps: The tokens, and all heads, which decide the colors.
-        named: Weights [queries, keys] by name, as `heads_of` returns them.
-    """
+    """Draw lines from the tokens that attend, above, to the tokens attended to, below, in one color for each head."""
     above, below = _places(maps.queries), _places(maps.keys)
     largest = max(weights.max() for weights in named.values())
     colors = head_colors(maps.weights.shape[1])  # a single head keeps the color that it has among all heads
@@ -274,16 +257,7 @@ def draw_lines(axes: "Axes", maps: Maps, named: dict[str, np.ndarray]) -> None:
 def draw_map(
     axes: "Axes", maps: Maps, weights: np.ndarray, largest: float, *, has_keys: bool, has_queries: bool
 ) -> "AxesImage":
-    """Draw a heat map with one row for each token that attends, and return matplotlib's image.
-
-    Args:
-        axes: The axes to draw into.
-        maps: The tokens.
-        weights: [queries, keys].
-        largest: The weight that is darkest.
-        has_keys: Whether to label the columns.
-        has_queries: Whether to label the rows.
-    """
+    """Draw a heat map of weights [queries, keys], where `largest` is darkest, and return matplotlib's image."""
     places = _places(maps.keys)
     image = axes.imshow(weights[:, np.argsort(places)], cmap="Blues", vmin=0, vmax=largest)
     axes.set_xticks(places if has_keys else [], maps.keys if has_keys else [], rotation=90)

@@ -27,13 +27,7 @@ _FONTS = ("DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "Noto Sans", "N
 
 @contextmanager
 def drawing(output: Path, width: float, height: float) -> Iterator["Figure"]:
-    """Yield a figure of a size in inches, and write it to a file when the block ends.
-
-    The suffix of the file is one of `SUFFIXES`. Equal drawings give equal bytes.
-
-    Raises:
-        UserError: matplotlib is not installed, the suffix is unknown, or the file cannot be written.
-    """
+    """Yield a figure of a size in inches, and write it when the block ends; equal drawings give equal bytes."""
     if output.suffix not in SUFFIXES:
         raise UserError(f"{output}: the name of a picture must end with one of {', '.join(SUFFIXES)}")
     try:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # an optional package
 Panel = Literal["loss", "valid_loss", "bleu", "learning_rate", "lengths", "padding", "positions"]
 
 _NUM_POSITIONS = 100
-"""Number of positions of the positional encoding to draw."""
 
 
 class Curve(NamedTuple):
@@ -61,13 +60,7 @@ class Subject:
 
     @cached_property
     def encoded(self) -> EncodedPairs | None:
-        """The run's training pairs, from its cache or from the corpus.
-
-        None for a recipe, an imported model, or a run without tokenizers.
-
-        Raises:
-            UserError: The run has no valid cache, and the corpus cannot be read.
-        """
+        """The run's training pairs. None for a recipe, an imported model, or a run without tokenizers."""
         if self.run is None or not self.run.tokenizer.is_dir() or self.run.imported.is_file():
             return None
         if self.run.data_sha256.is_file():
@@ -120,10 +113,7 @@ def lengths(subject: Subject) -> list[Curve]:
 
 
 def padding(subject: Subject) -> list[Curve]:
-    """Return the share of padding in each batch of the first epoch by the longer side of its shape.
-
-    Empty rows count as padding.
-    """
+    """Return the share of padding, with empty rows, in each batch of the first epoch by the longer side."""
     if subject.encoded is None:
         return []
     plan, encoded = plan_batches(subject.config, subject.encoded), subject.encoded

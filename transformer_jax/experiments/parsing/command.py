@@ -18,16 +18,7 @@ WORDS, TREE = "words", "tree"
 
 
 def prepare(splits: dict[str, Sequence[Path]], output: Path, log: Callable[[str], None] = print) -> None:
-    """Write STEM.words and STEM.tree into a folder, for `data.source` text.
-
-    Args:
-        splits: Files of trees in bracket form, compressed or not, for each stem, such as `train`.
-        output: Folder to write.
-        log: Function that is called with a line of text for each split.
-
-    Raises:
-        UserError: A file cannot be read or does not hold trees, a split has no tree, or the folder cannot be written.
-    """
+    """Write STEM.words and STEM.tree into a folder for `data.source` text, from files of trees by stem (`train`)."""
     for stem, files in splits.items():
         trees = [clean(tree) for file in files for tree in read_trees(file)]
         kept = [tree for tree in trees if tree.children]
@@ -49,20 +40,10 @@ def prepare(splits: dict[str, Sequence[Path]], output: Path, log: Callable[[str]
 
 
 def score(run: Path, stem: str = "valid", output: Path | None = None, **decoding: Any) -> dict[str, object]:
-    """Return the labeled bracketing F1 of a run's parses of a split of its corpus.
+    """Return the labeled bracketing F1 of a run's parses of a split, and write the parses to `output`, one per line.
 
     The parses get the gold trees' tags. Output that is not a tree is repaired by `delinearize` and counted as repaired.
     A parse without a constituent counts as failed, and misses every bracket of the gold tree.
-
-    Args:
-        run: Folder of a run that was trained on a corpus of `prepare`.
-        stem: Name of the split.
-        output: File for the parses in bracket form, one per line.
-        decoding: Replacements for fields of the run's `decoding` section.
-
-    Raises:
-        UserError: The run or the split does not exist, a line of the split is not a tree, or the output cannot be
-            written.
     """
     if output is not None:
         check_writable(output)

@@ -50,10 +50,6 @@ def parse_trees(lines: list[str], origin: str) -> list[Tree]:
     >>> [tree] = parse_trees(["( (S (NP (PRP it))", "     (VP (VBZ works))))"], "here")
     >>> tree.children[0].children[1].children
     (Tree(label='VBZ', children=(), word='works'),)
-
-    Raises:
-        UserError: Brackets do not match, are nested deeper than MAX_DEPTH, or hold both a word and brackets; the
-            message names the line.
     """
     trees: list[Tree] = []
     # Label, children and word of each open bracket.
@@ -143,10 +139,7 @@ def delinearize(tokens: Sequence[str], words: Sequence[str], tags: Sequence[str]
     - Constituents without a word, constituents inside MAX_DEPTH others, and tags after the last word are left out.
     - Words without a tag become the last children of the last constituent below the root.
 
-    Args:
-        tokens: Opening brackets `(NP`, closing brackets `)NP`, and tags.
-        words: Words of the sentence.
-        tags: Parts of speech of the words. None takes them from the tokens.
+    `tags` are the parts of speech of the words; None takes them from the tokens.
 
     >>> delinearize("(S (NP PRP )NP VBZ )S".split(), ["it", "works"]).state
     'whole'
