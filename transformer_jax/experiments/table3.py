@@ -1,6 +1,5 @@
 """Table 3 of the paper: its rows as configurations at any size, and the published figures."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -81,8 +80,7 @@ def table3_config(row: str = "base", base: Config | None = None) -> Config:
                 continue
             section, _, key = field.partition(".")
             new = _in_proportion(config, field, int(value)) if field in SIZES else value
-            changed = dataclasses.replace(getattr(config, section), **{key: new})
-            config = dataclasses.replace(config, **{section: changed})
+            config = config.with_changes(**{section: {key: new}})
     except UserError as error:
         raise UserError(f"row {row} of Table 3: {error}; another base, or a smaller --scale") from error
     return config
@@ -99,8 +97,7 @@ def scaled(base: Config, scale: int) -> Config:
             f"scale is {scale}; it must be a whole number that divides model.d_model {model.d_model} and model.d_ff "
             f"{model.d_ff}"
         )
-    smaller = dataclasses.replace(model, d_model=model.d_model // scale, d_ff=model.d_ff // scale)
-    return dataclasses.replace(base, model=smaller)
+    return base.with_changes(model={"d_model": model.d_model // scale, "d_ff": model.d_ff // scale})
 
 
 _BASE = Config(

@@ -31,7 +31,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
     """
     if not base.data.valid:
         raise UserError("data.valid is empty; the rows of Table 3 are scored on the validation split")
-    base = dataclasses.replace(base, data=dataclasses.replace(base.data, test=""))
+    base = base.with_changes(data={"test": ""})
     configs = {row: table3_config(row, base) for row in rows}  # raises before the first training run
     file = Path(workdir) / "table3.jsonl"
     for row, config in configs.items():
