@@ -58,8 +58,6 @@ def test_invalid_usage_is_not_reported_as_a_difference(args, capsys):
 
 def test_params(capsys):
     assert cli.main(["params", str(TABLE3)]) == 0
-    text = capsys.readouterr().out
-    assert "C7" in text
-    assert "fits no" in text
+    assert "C7" in capsys.readouterr().out
     assert cli.main(["params", "--flops", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)

@@ -6,7 +6,6 @@ softmax, LayerNorm and biases are not counted; they are a few percent.
 """
 
 import dataclasses
-import math
 import runpy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -144,7 +143,7 @@ def _table(
     configs: dict[str, Config], millions: dict[str, int | None], changes: dict[str, dict[str, object]], sizes: list[int]
 ) -> Report:
     """Return the parameters of Table 3's rows for each vocabulary size, next to the paper's."""
-    rows, fits = [], {}
+    rows = []
     for name, config in configs.items():
         # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
         models = [dataclasses.replace(_with_vocab_size(config.model, v), attention_bias=True) for v in sizes]
@@ -159,18 +158,7 @@ def _table(
                 "match": [None if paper is None else round(count / 1e6) == paper for count in counts],
             }
         )
-        if paper is not None:
-            # The vocabulary sizes whose count rounds to the paper's: a tied table has d_model parameters per row.
-            d_model = config.model.d_model
-            others = counts[0] - sizes[0] * d_model
-            first, end = (math.ceil((edge * 1e6 - others) / d_model) for edge in (paper - 0.5, paper + 0.5))
-            fits[name] = [first, end - 1]
-    table = {"vocab_sizes": sizes, "rows": rows}
-    big = fits.pop("big", None)
-    if fits and big:
-        table["all_but_big_fit"] = [max(first for first, _ in fits.values()), min(last for _, last in fits.values())]
-        table["big_fits"] = big
-    return table
+    return {"vocab_sizes": sizes, "rows": rows}
 
 
 def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
@@ -191,25 +179,21 @@ def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
 
 def render(report: Report) -> str:
     """Return a report of `params_report` as text."""
-    return "\n".join(_lines(report))
-
-
-def _lines(report: Report) -> Iterator[str]:
     if "table" in report:
-        yield from _table_lines(report["table"])
+        lines = [*_table_lines(report["table"])]
     else:
-        yield f"{report['recipe']}, vocabulary {report['vocab_size']:,}"
-        yield from (f"  {part:11} {count:>13,}" for part, count in report["parameters"].items())
+        lines = [f"{report['recipe']}, vocabulary {report['vocab_size']:,}"]
+        lines += [f"  {part:11} {count:>13,}" for part, count in report["parameters"].items()]
     for cost in report.get("flops", ()):
-        yield ""
-        yield from _cost_lines(cost)
+        lines += ["", *_cost_lines(cost)]
     if "flops" in report:
-        yield from ("", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):")
-        for name, cost in report["paper_cost"].items():
-            yield (
-                f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
-                f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
-            )
+        lines += ["", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):"]
+        lines += [
+            f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
+            f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
+            for name, cost in report["paper_cost"].items()
+        ]
+    return "\n".join(lines)
 
 
 def _table_lines(table: Report) -> Iterator[str]:
@@ -222,14 +206,6 @@ def _table_lines(table: Report) -> Iterator[str]:
         match = {None: "-", True: "yes", False: "no"}[row["match"][0]]
         counts = "".join(f"{count / 1e6:10.2f}" for count in row["parameters"])
         yield f"{row['row']:5} {row['change']:{width}}{counts}{paper:>7}  {match}"
-    if "big_fits" in table:
-        (first, last), (big_first, big_last) = table["all_but_big_fit"], table["big_fits"]
-        yield (
-            f"The paper's figure of big needs {big_first:,} to {big_last:,} rows in the embedding table, those of the "
-            f"others {first:,} to {last:,}."
-        )
-        if big_last < first or last < big_first:
-            yield "So the big row (213) fits no vocabulary that the others fit."
 
 
 def _cost_lines(cost: Report) -> Iterator[str]:
