@@ -92,7 +92,11 @@ MUTATIONS = [
         ("data/packing.py", "(free - needed[:, :, None]).min(axis=0)", "(free - needed[:, :, None]).max(axis=0)"),
         ("data/packing.py", "pairs[self._slots] = by_group", "pairs[:] = by_group"),
         ("decoding/search.py", "return ((5 + length) / 6) ** alpha", "return ((6 + length) / 6) ** alpha"),
-        ("decoding/search.py", "jnp.minimum(self.max_lengths, self.max_length)", "jnp.maximum(self.max_lengths, 0)"),
+        (
+            "decoding/search.py",
+            "jnp.minimum(self.max_lengths, self.max_length)",
+            "jnp.minimum(self.max_lengths, self.max_length - 1)",
+        ),
         ("decoding/search.py", "(step < self.min_length)", "(step <= self.min_length)"),
         ("decoding/search.py", "carry.done | (log_prob == -jnp.inf)", "carry.done"),
         ("decoding/search.py", "~jnp.all(carry.done)", "~jnp.any(carry.done)"),

@@ -144,6 +144,7 @@ def test_length_limits_hold_per_sentence():
     assert not np.any(result.tokens == EOS)
     assert ((result.tokens != PAD).sum(axis=-1) == result.lengths).all()
     assert result.scores[2, 0] == 0  # the empty hypothesis
+    np.testing.assert_allclose(result.scores[3], result.log_probs[3] / penalty("gnmt", 6, 0.6), rtol=1e-6)
 
 
 @pytest.mark.parametrize("stopping", STOPPINGS)
@@ -350,6 +351,7 @@ def test_search_without_possible_tokens_gives_no_nan(stopping):
     result = greedy(model, [1, 2], [4, 1], 4)
     assert result.scores[0, 0] == -np.inf
     assert result.tokens[0, 0, 1:].tolist() == [PAD] * 3
+    assert result.lengths[0, 0] == 1
     assert np.isfinite(result.scores[1, 0])
 
 
