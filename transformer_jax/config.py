@@ -455,7 +455,7 @@ class DecodingConfig(Checked):
     with a scale per output, which is faster on CPUs."""
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the check of the checkpoint."""
+        """Yield the check of the text of `checkpoint`."""
         is_legal = re.fullmatch(r"last|best|average|\d{1,18}", self.checkpoint)
         yield is_legal, "decoding.checkpoint must be last, best, average or the number of a step"
 

@@ -158,7 +158,7 @@ class Checkpoints:
 
 
 def write_checkpoint_manifest(folder: Path) -> None:
-    """Write the manifest of a checkpoint: every file in its subfolders. Files next to it are Orbax's notes."""
+    """Write the manifest of every file in a checkpoint's subfolders. Files outside of them are Orbax's own records."""
     write_checksums(folder, folder.glob("*/**/*"))
 
 

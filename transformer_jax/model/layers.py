@@ -193,7 +193,8 @@ def _scan_stack(
 ) -> Float[Array, "b t d_model"]:
     """Apply the layers as one loop over their parameters, so that a layer is compiled once.
 
-    `nn.scan` would store them stacked; stacked here, a checkpoint loads with `scan_layers` on or off.
+    `nn.scan` would store stacked parameters. Stacking them at each call lets a checkpoint load with `scan_layers` on or
+    off.
     """
     layers = stack.layer
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer.variables["params"] for layer in layers))
