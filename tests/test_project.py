@@ -22,7 +22,7 @@ PACKAGE = ROOT / "transformer_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A part of the package imports from parts on earlier lines, and from itself. A new file directly under
-# transformer_jax/ has to be given its line here.
+# transformer_jax/ must be added here.
 LAYERS = (
     ("types",),
     ("runtime",),
@@ -38,7 +38,7 @@ LAYERS = (
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
-# Each of these libraries is spoken to in one file, so that it can be changed or replaced there.
+# Each of these libraries is imported in a single file, so that it can be replaced there.
 ONE_FILE = (
     *("datasets", "grain", "matplotlib", "num2words", "orbax", "sacrebleu", "sacremoses", "safetensors"),
     *("sentencepiece", "tensorboardX", "tensorflow_datasets", "tokenizers", "tqdm", "tyro"),
@@ -73,7 +73,7 @@ def top_level(file: Path) -> set[str]:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_imports_point_one_way(file):
     part = part_of(file)
-    assert part in LEVEL, f"give {part} its place in LAYERS (tests/test_project.py) and in docs/architecture.md"
+    assert part in LEVEL, f"add {part} to LAYERS (tests/test_project.py) and in docs/architecture.md"
     for line, name in imports(file):
         names = name.split(".")
         if names[0] != PACKAGE.name or len(names) == 1:

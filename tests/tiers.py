@@ -1,12 +1,12 @@
-"""The tiers of the tests, and the budgets of time and memory that hold in the fast tier.
+"""The tiers of the tests, and the limits of time and memory in the fast tier.
 
 `python -m pytest` runs the tests marked `fast`: no network, no process that trains, no third-party implementation.
-Everything listed in SLOW is marked `slow`. Tests named on the command line run whatever their tier:
+Everything listed in SLOW is marked `slow`. Tests named on the command line run regardless of their tier:
 
     python -m pytest                                  # the fast tier
     python -m pytest tests/interop                    # all tests of a folder
     python -m pytest -m "fast or slow"                # all tests
-    HYPOTHESIS_PROFILE=ci python -m pytest -m "slow or fuzz"   # what the fast tier leaves out
+    HYPOTHESIS_PROFILE=ci python -m pytest -m "slow or fuzz"   # tests outside the fast tier
 
 conftest.py imports the hooks below.
 """
@@ -27,8 +27,8 @@ from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).resolve().parent
 
-# Files, folders and single tests that the fast tier leaves out, by reason. Paths are relative to tests/. A test with a
-# fixture named after a package of FULL_ONLY need not be listed.
+# Files, folders and single tests that the fast tier excludes, by reason. Paths are relative to tests/. A test with a
+# fixture named after a package in FULL_ONLY is slow without being listed.
 SLOW = {
     "compares with PyTorch, Transformers, CTranslate2 or subword-nmt": (
         "data/test_sentencepiece.py::test_clean_up_equals_transformers",
@@ -57,7 +57,7 @@ SLOW = {
         "stress",
         "test_train_process.py",
     ),
-    "trains a run of its own, or compiles for long": (
+    "trains its own run, or takes long to compile": (
         "decoding/test_ensemble.py::test_commands_use_every_run_of_an_ensemble",
         "experiments/parsing/test_parsing_command.py::test_sample_trains_and_scores_f1",
         "fuzz/test_translate_lines.py",
@@ -66,8 +66,8 @@ SLOW = {
         "test_shipped_recipes.py::test_tiny_corpus_is_memorized",
         "training/test_average_and_patience.py",
     ),
-    "clicks through a page in a browser": ("visualization/test_attention_page.py",),
-    "runs the blocks of the documents": ("test_docs.py",),
+    "tests a page in a browser": ("visualization/test_attention_page.py",),
+    "runs the code blocks of the documentation": ("test_docs.py",),
     "builds and installs the wheel": (
         "test_project.py::test_wheel_contains_only_the_package",
         "test_project.py::test_installed_wheel_provides_the_command_and_the_default_recipe",
@@ -75,7 +75,7 @@ SLOW = {
 }
 SLOW_NAMES = frozenset(name for names in SLOW.values() for name in names)
 
-# Files of whose parametrized tests the fast tier runs the first case and every fourth one after it: each compiles.
+# Files with parametrized tests that compile in each case. The fast tier runs the first and every fourth case after it.
 SAMPLED = (
     "data/test_batching.py",
     "decoding/test_alignment.py",
@@ -95,25 +95,25 @@ SAMPLED = (
 )
 SAMPLE_EVERY = 4
 
-# Packages of the extra `test-full` alone. The fast tier hides them, so that it is the same with and without them.
+# Packages that only the extra `test-full` installs. The fast tier hides them, so its result does not depend on them.
 FULL_ONLY = ("ctranslate2", "selenium", "subword_nmt", "tensorflow", "tensorflow_datasets", "torch", "transformers")
 
-MAX_CPU_SECONDS = 20.0  # of one test or of its fixtures, in this process and its children; the slowest take about 8
-MAX_MEMORY_GB = 2.0  # of one worker, at its peak
+MAX_CPU_SECONDS = 20.0  # per test and per setup of its fixtures, in this process and its children; the slowest take 8
+MAX_MEMORY_GB = 2.0  # peak of a worker
 CLEAR_MEMORY_GB = 1.2  # above this, compiled code is dropped after a test
 
-# Profiles of hypothesis and their percentage of the examples that a test asks for. `nightly` draws new ones each time.
+# Hypothesis profiles: percentage of the examples that a test requests. `nightly` generates new examples in each run.
 PROFILES = {"dev": 20, "ci": 100, "nightly": 1000}
 
 
 def examples(count: int) -> settings:
-    """Return the settings of a property that is checked with a number of examples, scaled by the chosen profile."""
+    """Return the settings of a property test with `count` examples, scaled by the selected profile."""
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     return settings(max_examples=max(1, count * settings().max_examples // 100), suppress_health_check=checks)
 
 
 def is_slow(file: Path, test: str, fixtures: Iterable[str]) -> bool:
-    """Return whether a test is left out of the fast tier.
+    """Return whether the fast tier excludes a test.
 
     Args:
         file: Path of the test's file, relative to tests/.
@@ -125,11 +125,11 @@ def is_slow(file: Path, test: str, fixtures: Iterable[str]) -> bool:
 
 
 class WithoutFullOnly(importlib.machinery.PathFinder):
-    """Finds modules as Python does, but for the packages of FULL_ONLY, as where they are not installed."""
+    """Finder that behaves as if the packages in FULL_ONLY were not installed."""
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        """Return None for a package of FULL_ONLY."""
+        """Return None for a package in FULL_ONLY, and the module's spec otherwise."""
         return None if fullname.partition(".")[0] in FULL_ONLY else super().find_spec(fullname, path, target)
 
 
@@ -139,9 +139,9 @@ def is_fast_tier(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the fast tier where the command line selects no mark and no path, and the profile of hypothesis."""
+    """Select the fast tier if the command line has no mark and no path, and select the Hypothesis profile."""
     if not config.option.markexpr and config.args_source is not pytest.Config.ArgsSource.ARGS:
-        config.option.markexpr = "fast"  # xdist hands the options of the first process to its workers
+        config.option.markexpr = "fast"  # xdist passes the options of the main process to its workers
     if is_fast_tier(config):
         path_finder = sys.meta_path.index(importlib.machinery.PathFinder)
         sys.meta_path[path_finder] = WithoutFullOnly
@@ -157,7 +157,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files of which no test is in the fast tier alone there: they may import what it does not have."""
+    """Skip files without fast tests in the fast tier, because they may import packages that it hides."""
     if is_fast_tier(config) and str(collection_path.relative_to(TESTS)) in SLOW_NAMES:
         return True
     return None
@@ -179,14 +179,14 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of workers of `-n auto`: one for each core, as far as the memory suffices."""
+    """Return the number of workers for `-n auto`: one per core, or fewer if the memory does not suffice."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     needed = MAX_MEMORY_GB if is_fast_tier(config) else 3 * MAX_MEMORY_GB
     return max(1, min(cores, int(available_gb() / needed)))
 
 
 def available_gb() -> float:
-    """Return the memory that is free, within the limit of the container where there is one; 8 if that is unknown."""
+    """Return the free memory in GB, within the limit of the container if there is one, or 8 if it is unknown."""
     found = []
     meminfo, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
     if meminfo.exists():
@@ -203,26 +203,26 @@ def cpu_seconds() -> float:
 
 
 def peak_gb() -> float:
-    """Return the largest amount of memory that this process has held."""
+    """Return the peak memory of this process in GB."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def current_gb() -> float:
-    """Return the memory that this process holds; its peak where the system does not tell."""
+    """Return the memory of this process in GB, or its peak if the system does not report the current value."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() / 1e9 if statm.exists() else peak_gb()
 
 
 def num_mappings() -> int:
-    """Return the number of memory mappings of this process, or 0 where the system does not tell."""
+    """Return the number of memory mappings of this process, or 0 if the system does not report it."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @contextmanager
 def limit_cpu(item: pytest.Item, phase: str) -> Iterator[None]:
-    """Fail a test of the fast tier if the block takes more processor time than it may."""
+    """Fail a test of the fast tier if the block exceeds MAX_CPU_SECONDS."""
     start = cpu_seconds()
     yield
     seconds = cpu_seconds() - start
@@ -249,13 +249,13 @@ def pytest_runtest_call(item: pytest.Item):
 
 
 PEAKS: dict[str, float] = {}  # gigabytes, by worker
-FIRST_ABOVE: list[str] = []  # the test after which this process first had held more than it may
+FIRST_ABOVE: list[str] = []  # the test that first took this process above MAX_MEMORY_GB
 CLEAR_AT = [CLEAR_MEMORY_GB]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drop compiled code where it takes much memory, or many of the 65,530 mappings that Linux allows a process."""
+    """Drop compiled code if memory is high or few of the 65,530 mappings that Linux allows a process are left."""
     if peak_gb() > MAX_MEMORY_GB and not FIRST_ABOVE:
         FIRST_ABOVE.append(item.nodeid)
     if current_gb() > CLEAR_AT[0] or num_mappings() > 40_000:
@@ -267,12 +267,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
-        CLEAR_AT[0] = max(CLEAR_MEMORY_GB, current_gb() + 0.3)  # what cannot be dropped is not dropped again and again
+        CLEAR_AT[0] = max(CLEAR_MEMORY_GB, current_gb() + 0.3)  # avoids dropping after every test
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Report a worker's peak memory to the first process, which fails the session if it is too large."""
+    """Report a worker's peak memory to the main process, which fails the session if it is too large."""
     peak = f"{peak_gb():.2f} GB" + "".join(f", above the limit since {file}" for file in FIRST_ABOVE)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = (os.environ["PYTEST_XDIST_WORKER"], peak_gb(), peak)
@@ -284,17 +284,17 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Print the peak memory of the workers, and what to do where it is too large."""
+    """Print the peak memory of the workers, and the fix if it is too large."""
     terminalreporter.write_line(f"peak memory: {'; '.join(PEAKS)}")
     if is_fast_tier(config) and max(PEAKS.values(), default=0) > MAX_MEMORY_GB:
         terminalreporter.write_line(
-            f"ERROR: a worker of the fast tier may hold {MAX_MEMORY_GB:g} GB. Make the test that is "
-            "named smaller, or list them in SLOW in tests/tiers.py."
+            f"ERROR: a worker of the fast tier may use {MAX_MEMORY_GB:g} GB. Reduce the named test, or list it "
+            "in SLOW in tests/tiers.py."
         )
 
 
 class XdistHooks:
-    """Hooks that exist only where pytest-xdist is active."""
+    """Hooks for pytest-xdist, registered only if it is active."""
 
     def pytest_testnodedown(self, node) -> None:
         """Collect a worker's peak memory."""
@@ -306,7 +306,7 @@ class XdistHooks:
 def import_or_skip(name: str):
     """Import an optional package, or skip the test; with CI=true a missing package fails the test."""
     if WithoutFullOnly in sys.meta_path and name.partition(".")[0] in FULL_ONLY:
-        pytest.fail(f"this test needs {name}, which the fast tier does not have: list it in SLOW in tests/tiers.py")
+        pytest.fail(f"this test needs {name}, which the fast tier hides. List it in SLOW in tests/tiers.py")
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

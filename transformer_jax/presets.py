@@ -184,7 +184,7 @@ def load_recipe(recipe: str) -> Config:
 
 
 def _call_get_config(module: ModuleType, path: str, name: str) -> object:
-    """Return what the function `get_config` of a recipe file returns."""
+    """Call a recipe file's `get_config` with `name`, if there is one, and return the result."""
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")

@@ -105,7 +105,7 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
 
 
 def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[int]:
-    """Write or check the run's configuration. Return the steps of its complete checkpoints, ascending."""
+    """Recover the run, and write or check its configuration. Return the steps of its checkpoints, ascending."""
     steps = on_main_process(lambda: recover(run, strict=strict) if can_write else checkpoint_steps(run))()
     num_steps, done = config.training.num_steps, max(steps, default=0)
     problem = f"{run.path} cannot be written, and the run is not finished"
@@ -123,13 +123,13 @@ def _open(run: RunDir, config: Config, strict: bool, can_write: bool) -> list[in
 
 @on_main_process
 def _is_validation_pending(run: RunDir, step: int) -> bool:
-    """Return whether the validation after the checkpoint of a step was cut short."""
+    """Return whether the validation after the checkpoint of a step was interrupted."""
     history = read_history(run, step)
     return history is not None and history.is_pending
 
 
 def _finished(config: Config, run: RunDir, can_write: bool) -> Outcome:
-    """Return the earlier result of a finished run, or test it again if the test has other settings now."""
+    """Return the stored result of a finished run, or test it again if the settings of the test have changed."""
     step = config.training.num_steps
     logger.info("%s is finished: step %d of %d", run.path, step, step)
     result = on_main_process(run.read_result)()
@@ -145,7 +145,7 @@ _read_split = collective(read_split)
 
 @main_process_first
 def _make_tokenizers(config: Config, run: RunDir, pairs: Pairs) -> TokenizerPair:
-    """Load the run's tokenizers. A fresh run trains them, or takes those of `training.init_from`."""
+    """Load the run's tokenizers. A new run trains them, or copies those of `training.init_from`."""
     if not run.tokenizer.is_dir():
         if config.training.init_from:
             source = RunDir(Path(config.training.init_from))

@@ -154,7 +154,7 @@ def test_sweep_translates_the_validation_set_with_each_setting(cli, tiny):
 @pytest.mark.parametrize(
     ("args", "status", "message"),
     [
-        (["--source", "test.en"], 2, "--source and --reference need each other"),
+        (["--source", "test.en"], 2, "--source and --reference must be given together"),
         (["--split", "dev"], 2, "invalid choice 'dev'"),
         (["--source", "test.en", "--reference", "valid.de"], 1, "12 source sentences and 8 target sentences"),
         (["--source", "test.en", "--reference", "none.de"], 1, "none.de: cannot be read: No such file or directory"),

@@ -57,6 +57,6 @@ def test_translation_equals_ids_by_hand(source_eos):
 def test_bos_counts_towards_max_source():
     translator = random_translator(max_source=5)
     model, text = translator.config.model, "one two three four five six"
-    with pytest.warns(UserWarning, match=r"line 1 has 6 tokens; it is cut after 3 \(decoding\.max_source\)"):
+    with pytest.warns(UserWarning, match=r"line 1 has 6 tokens; it is truncated to 3 tokens \(decoding\.max_source\)"):
         (src,) = translator.encode([text])
     assert src == [model.bos_id, *translator.tokenizers.source.encode([text])[0][:3], model.eos_id]

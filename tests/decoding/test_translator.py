@@ -217,7 +217,7 @@ def test_no_translation_is_longer_than_its_limit():
 
 def test_source_longer_than_max_source_is_truncated_with_a_warning(calls):
     translator = make(decoding={"max_source": 4})
-    with pytest.warns(UserWarning, match=r"line 2 has 6 tokens; it is cut after 3 \(decoding\.max_source\)"):
+    with pytest.warns(UserWarning, match=r"line 2 has 6 tokens; it is truncated to 3 tokens \(decoding\.max_source\)"):
         translator.translate(sentences(3, 6))
     (call,) = calls
     assert sorted((row != 0).sum() for row in call.src) == [4, 4]
@@ -230,7 +230,7 @@ def test_learned_positions_are_usable_up_to_the_last_row():
     assert padded_length(12) > 12
     found = translator.translate_n_best(sentences(11), 1)[0][0]
     assert 1 <= found.num_tokens <= 12
-    with pytest.warns(UserWarning, match=r"line 1 has 12 tokens; it is cut after 11 \(model\.max_length\)"):
+    with pytest.warns(UserWarning, match=r"line 1 has 12 tokens; it is truncated to 11 tokens \(model\.max_length\)"):
         assert translator.translate_n_best(sentences(12), 1)[0][0].num_tokens <= 12
 
 

@@ -160,9 +160,9 @@ def test_model_trained_with_source_bos_translates_its_own_greedy_lines(optional_
     load_numpy(model, to_foreign(params, ANNOTATED, config))
     torch.save(model.state_dict(), tmp_path / "model.pt")
 
-    with pytest.raises(UserError, match=r"cannot show num_heads, source_bos\. State --num-heads .*; --source-bos"):
+    with pytest.raises(UserError, match=r"but not num_heads, source_bos\. Pass --num-heads .*; --source-bos"):
         import_run(tmp_path / "model.pt", "annotated", tmp_path / "run")
-    with pytest.raises(UserError, match=r"cannot show source_bos\. State --source-bos \(whether .*<s> source </s>"):
+    with pytest.raises(UserError, match=r"but not source_bos\. Pass --source-bos \(whether .*<s> source </s>"):
         import_run(tmp_path / "model.pt", "annotated", tmp_path / "run", num_heads=3)
     assert not (tmp_path / "run").exists()
 

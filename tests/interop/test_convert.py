@@ -94,9 +94,9 @@ def test_bare_state_dict_requires_configuration_and_tokenizer(run, tmp_path, cap
     assert "stores no tokenizer. Pass a run's folder or a tokenizer.json with --tokenizer" in capsys.readouterr().err
     assert command(*start, "--tokenizer", run) == 1
     error = capsys.readouterr().err
-    assert "the tensors show vocab_size=300, source_vocab_size=None, d_model=16, num_layers=1, d_ff=24" in error
-    assert "cannot show num_heads, source_bos, norm_position, activation, scale_embeddings, positions" in error
-    assert "State --num-heads (the number of attention heads); --source-bos (" in error
+    assert "the tensors determine vocab_size=300, source_vocab_size=None, d_model=16, num_layers=1, d_ff=24" in error
+    assert "but not num_heads, source_bos, norm_position, activation, scale_embeddings, positions" in error
+    assert "Pass --num-heads (the number of attention heads); --source-bos (" in error
     assert not (tmp_path / "new").exists()
     assert command(*start, "--config", run / "config.json", "--tokenizer", run) == 0
     assert_same_trees(params_of(tmp_path / "new"), params_of(run))
@@ -155,7 +155,7 @@ def test_failed_replacement_keeps_the_old_output(run, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_configuration_is_proposed_from_the_tensors(run, tmp_path, optional_package):
+def test_configuration_is_inferred_from_the_tensors(run, tmp_path, optional_package):
     optional_package("torch")
     export_run(run, "torch", tmp_path / "out")
     (tmp_path / "out" / "config.json").unlink()

@@ -172,8 +172,8 @@ QUERY = "encoder/layer_{i}/self_attention/query"
         ),
         (f'[tensors]\n"a" = "{QUERY}/kernel"', "must be on both sides, or on neither"),
         (f'[tensors]\n"a{{i}}" = ["{QUERY}/kernel", "{QUERY}/bias"]', "must be of one kind"),
-        ('[tensors]\n"{a,b}" = "{c,d,e}"', "must be equally many"),
-        ('[tensors]\n"{a,b}" = "embedding"', "must be equally many"),
+        ('[tensors]\n"{a,b}" = "{c,d,e}"', "the same number of alternatives"),
+        ('[tensors]\n"{a,b}" = "embedding"', "the same number of alternatives"),
         ('[tensors]\n"a" = []', "a path or a list of paths is needed"),
         ('[tensors]\n"a" = [5]', "a path or a list of paths is needed"),
         ('ignore = [""]\n[tensors]', r"a mapping has a table \[tensors\]"),
@@ -225,7 +225,7 @@ def test_mapping_requires_the_variant_of_its_norms(tmp_path):
     table = mapping_table(tmp_path)
     tensors = {re.sub(r"norm\.weight$", "norm.a_2", n): t for n, t in shortened(random_params(CONFIG)).items()}
     stated = {name: value for name, value in STATED.items() if name != "norm_variant"}
-    with pytest.raises(UserError, match=r"cannot show norm_variant\. State --norm-variant \(.*unbiased_std"):
+    with pytest.raises(UserError, match=r"but not norm_variant\. Pass --norm-variant \(.*unbiased_std"):
         propose_config(tensors, table, words(), stated, "FILE")
     stated["norm_variant"] = "unbiased_std"
     config = propose_config(tensors, table, words(), stated, "FILE")

@@ -253,15 +253,15 @@ def test_state_dict_is_compared(peers, tmp_path, caplog):
 
     config, params, oracle = pair(peers, "torch")
     save_torch(tmp_path / "model.pt", to_foreign(params, TORCH, config))
-    with pytest.raises(UserError, match=r"model\.pt: the tensors show .* cannot show num_heads, .*with --config"):
+    with pytest.raises(UserError, match=r"model\.pt: the tensors determine .* but not num_heads, .*with --config"):
         compare("torch", tmp_path / "model.pt")
     caplog.set_level("INFO")
     names = ("num_heads", "decoder_num_heads", "source_bos", "norm_position", "activation", "scale_embeddings")
     hidden = {name: getattr(config, name) for name in (*names, "norm_epsilon", "position_offset", "decoder_start")}
     found = compare("torch", tmp_path / "model.pt", **hidden)
     assert found.ok, render(found)
-    assert "model.pt: configuration proposed from the tensors: vocab_size=17, source_vocab_size=19" in caplog.text
-    assert re.search(r"stated or assumed: .*position_exponent='paper'.*, pad_id=0, bos_id=1, eos_id=2", caplog.text)
+    assert "model.pt: configuration inferred from the tensors: vocab_size=17, source_vocab_size=19" in caplog.text
+    assert re.search(r"passed or assumed: .*position_exponent='paper'.*, pad_id=0, bos_id=1, eos_id=2", caplog.text)
     (tmp_path / "config.json").write_text(
         Config(model=config, tokenizer=TokenizerConfig(joint=False), data=DataConfig(max_length=30)).to_json()
     )

@@ -39,7 +39,7 @@ FORMAT = 2
 
 
 class _Entry:
-    """A file or folder of a run, as an attribute of `RunDir`."""
+    """Descriptor whose value on a `RunDir` is the path of a file or folder in the run."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,22 +50,22 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of a run, its configuration, and its manifest."""
+    """A run folder: the paths of its files, its configuration, and its manifest of checksums."""
 
     path: Path
 
-    # Files that decide results. The run's manifest has their checksums, which `load_config` compares.
+    # Files that affect results. The run's manifest has their checksums, which `load_config` verifies.
     config_file = _Entry("config.json")  # resolved configuration
     format_file = _Entry("format")  # version of the layout
     data_sha256 = _Entry("data.sha256")  # of the encoded training pairs; resuming requires the same pairs
     imported = _Entry("imported.json")  # origin of the parameters, if they were imported
     tokenizer = _Entry("tokenizer")  # vocabularies and merges
-    result = _Entry("result.json")  # scores on the test split; compared when it is read, and computed again if damaged
+    result = _Entry("result.json")  # scores on the test split; verified when read, and computed again if damaged
     # Folders with manifests of their own.
     checkpoints = _Entry("checkpoints")  # STEP/ has parameters, optimizer state, step, metrics, validations
     damaged = _Entry("damaged")  # checkpoints whose files differ from their manifests
     average = _Entry("average")  # averaged parameters, written by `average` or `training.average_last`
-    # Files that decide nothing, next to diverged-STEP.json.
+    # Files that do not affect results. There is also diverged-STEP.json.
     metrics = _Entry("metrics.jsonl")  # one object per line: training rows with `loss`, validations with `valid_loss`
     samples = _Entry("samples.jsonl")  # translations of a few validation sentences
     tensorboard = _Entry("tensorboard")  # the numbers of metrics.jsonl

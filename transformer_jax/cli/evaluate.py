@@ -50,12 +50,12 @@ class Evaluate:
         if not self.runs:
             raise UserError("name a run")
         if (self.source is None) != (self.reference is None):
-            raise UserError("--source and --reference need each other")
+            raise UserError("--source and --reference must be given together")
         if self.output is not None and (len(self.runs) > 1 or self.sweep):
             raise UserError("--output is for one run without --sweep")
 
     def run(self) -> None:
-        """Print the results."""
+        """Evaluate the runs and print the results."""
         with processes(self.cluster):
             from transformer_jax.evaluation.evaluate import evaluate_runs, sweep
 
@@ -114,7 +114,7 @@ class Score:
     """More runs, whose token probabilities are averaged with those of RUN."""
 
     def run(self) -> None:
-        """Print a line per pair."""
+        """Score the pairs and print one line per pair."""
         from transformer_jax.decoding.translator import Translator
         from transformer_jax.evaluation.scoring import score_pairs
 
@@ -141,7 +141,7 @@ class Average:
             raise UserError("--last, --minutes and --steps exclude each other")
 
     def run(self) -> None:
-        """Average, and print the steps."""
+        """Average the checkpoints and print their steps."""
         from transformer_jax.checkpoint.run_dir import RunDir
         from transformer_jax.evaluation.evaluate import average
 

@@ -138,12 +138,12 @@ if TYPE_CHECKING:  # subclasses of their sections
     ModelFlags = ModelConfig
     SamplingFlags = Sampling
 else:
-    MODEL_FIELDS = (  # what a state dict does not show
+    MODEL_FIELDS = (  # what a state dict does not determine
         *("num_heads", "decoder_num_heads", "source_bos", "norm_position", "norm_epsilon", "activation"),
         *("scale_embeddings", "positions", "norm_variant", "position_exponent", "position_offset", "decoder_start"),
         "source_eos",
     )
     DecodingFlags = _overrides(DecodingConfig, "DecodingFlags")
     CheckpointFlag = _overrides(DecodingConfig, "CheckpointFlag", ("checkpoint",))
-    ModelFlags = _overrides(ModelConfig, "ModelFlags", MODEL_FIELDS, "what the tensors or the format show", pairs=False)
+    ModelFlags = _overrides(ModelConfig, "ModelFlags", MODEL_FIELDS, "inferred from the tensors or format", pairs=False)
     SamplingFlags = _overrides(Sampling, "SamplingFlags", default="")

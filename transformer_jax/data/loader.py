@@ -53,7 +53,7 @@ class TrainingData:
         ]
 
     def describe(self, index: int) -> list[dict[str, object]]:
-        """Return the number in the encoded corpus, text and token ids of each pair in global batch `index`."""
+        """Return each pair of global batch `index`: its index in the encoded corpus, its text and its token ids."""
         pairs = self.plan.rows(index).pairs.tolist()
         described: list[dict[str, object]] = [{"pair": pair} for pair in pairs]
         for side in ("source", "target"):

@@ -108,7 +108,7 @@ class SubwordTokenizer(WordTokenizer):
         ]
 
     def plain(self, text: str) -> str:
-        """Return the words with one space between them, as `decode` writes them."""
+        """Return the text with single spaces between its words, as `decode` would write it."""
         return " ".join(text.split())
 
     def _split(self, word: str) -> tuple[str, ...]:

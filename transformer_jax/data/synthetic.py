@@ -15,7 +15,7 @@ _LANGUAGES = ("en", "de")
 
 
 def read_numbers(config: DataConfig, split: Split) -> Pairs | None:
-    """Draw distinct numbers uniformly from 0 to 999,999 for a split, and spell them out in English and German."""
+    """Sample distinct numbers uniformly from 0 to 999,999 for a split, and spell them out in the two languages."""
     for name in ("source_language", "target_language"):
         if getattr(config, name) not in _LANGUAGES:
             raise UserError(
@@ -27,9 +27,9 @@ def read_numbers(config: DataConfig, split: Split) -> Pairs | None:
 
 
 def read_copy_task(config: DataConfig, split: Split) -> Pairs | None:
-    """Draw distinct rows of ten symbols, "1" to "10", uniformly for a split."""
+    """Sample distinct sequences of ten symbols, each from "1" to "10", uniformly for a split."""
     wanted = config.synthetic_train_size + config.synthetic_valid_size + config.synthetic_test_size
-    # A row is a number of ten digits. Duplicates are dropped: about 50 in a million.
+    # A sequence is a number of ten digits. Duplicates are dropped: about 50 in a million.
     drawn = np.random.default_rng(_SEED).integers(0, SYMBOLS**LENGTH, wanted + 1_000).tolist()
     values = _share(list(dict.fromkeys(drawn)), config, split)
     rows = [" ".join(str(int(digit) + 1) for digit in f"{value:0{LENGTH}d}") for value in values]

@@ -219,7 +219,7 @@ class WordTokenizer(Tokenizer):
         return [self._join([self._vocabulary[i] for i in self._visible(row)]) for row in rows]
 
     def plain(self, text: str) -> str:
-        """Return the words with one space between them, as `decode` writes them."""
+        """Return the text with single spaces between its words, as `decode` would write it."""
         return self._join(_words(self.kind, text))
 
     def _join(self, words: Sequence[str]) -> str:

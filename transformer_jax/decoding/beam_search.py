@@ -84,7 +84,7 @@ STOPPING_RULES: dict[Stopping, Rule] = {
 
 
 def reorder_rows(state: State, rows: Int[Array, " rows"]) -> State:
-    """Return the state whose row i of every array is row `rows[i]`; scalars, such as a position, stay unchanged."""
+    """Gather row `rows[i]` of every array in a state as row i. Scalars, such as a position, stay unchanged."""
     return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0) if jnp.ndim(leaf) else leaf, state)
 
 
@@ -98,18 +98,18 @@ def beam_search(
 ) -> SearchResult:
     """Find the hypotheses of highest log P(y | x) / length penalty that a beam of k = `spec.beam_size` reaches.
 
-    Each step considers the 2k best continuations of the k live hypotheses. A live hypothesis has one continuation that
-    ends, so at least k of the 2k do not end. Of equal continuations that of the better hypothesis comes first, then the
-    lower id. The paper terminates "early when possible"; `spec.stopping` defines when:
+    Each step considers the 2k best continuations of the k live hypotheses. Only one continuation of a live
+    hypothesis is EOS, so at least k of the 2k do not end. Ties go to the better hypothesis, then to the lower id. The
+    paper terminates "early when possible"; `spec.stopping` defines when:
 
-        paper         When no live hypothesis can enter the n best: the result equals that of never stopping early. Ends
-                      count among all 2k. If fewer than n ended by the limit, the best live ones follow, without EOS.
+        paper         When no live hypothesis can enter the n best, so stopping does not change the result. EOS counts
+                      among all 2k. If fewer than n ended by the limit, the best live ones follow, without EOS.
         huggingface   As `generate(early_stopping=False)`: when k have ended and the best live hypothesis, scored at its
                       current length, is no better than the worst of them.
-        ctranslate2   As `translate_batch` with patience 1: when k have ended; without a penalty, when n have and the
-                      best continuation of a step was an end. Forbidden ids (PAD only if listed) leave the softmax.
+        ctranslate2   As `translate_batch` with patience 1: when k have ended; without a penalty, when n have and a
+                      step's best continuation was EOS. The softmax excludes forbidden ids (PAD only if listed).
 
-    Under `huggingface` and `ctranslate2` an end counts among the k best continuations only, and at the limit the k best
+    Under `huggingface` and `ctranslate2` EOS counts only among the k best continuations, and at the limit the k best
     hypotheses count as ended even without EOS.
 
     Args:

@@ -234,7 +234,7 @@ class Translator:
         for line, ids in enumerate(encoded, 1):
             if warn and len(ids) > capacity:
                 warnings.warn(
-                    f"line {line} has {len(ids)} tokens; it is cut after {capacity} ({setting})",
+                    f"line {line} has {len(ids)} tokens; it is truncated to {capacity} tokens ({setting})",
                     stacklevel=3,  # the caller of `translate_n_best`
                 )
         return [start + ids[:capacity] + end if ids else [] for ids in encoded]

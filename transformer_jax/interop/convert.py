@@ -1,4 +1,4 @@
-"""Import and export: a run from foreign files, and foreign files from a run."""
+"""Import and export of models: make a run from third-party files, and third-party files from a run."""
 
 import dataclasses
 import logging
@@ -52,18 +52,18 @@ def import_run(
     """Make a run from another program's model.
 
     Args:
-        path: Foreign file or folder.
+        path: Third-party file or folder.
         source: Its format.
         output: Folder of the new run.
         config: None uses the `config.json` next to a state dict, or proposes a configuration from its tensors.
         tokenizer: A run, its folder `tokenizer/`, or a `tokenizer.json`. Only state dicts need it.
         mapping: File that names the tensors of any other PyTorch model (see docs/interop.md).
         overwrite: Whether to replace an earlier import.
-        **model: Fields of `ModelConfig` that a state dict does not show, such as `num_heads=8, source_bos=True`. They
-            override `config`. The format ctranslate2 takes `num_heads` alone.
+        **model: Fields of `ModelConfig` that a state dict does not determine, such as `num_heads=8, source_bos=True`.
+            They override `config`. The format ctranslate2 accepts only `num_heads`.
 
     Returns:
-        The new run, which can be translated with, evaluated, exported, and fine-tuned.
+        The new run, which can translate and be evaluated, exported and fine-tuned.
 
     Raises:
         UserError: A file or argument is missing, or the model is not supported. The output is then unchanged.
@@ -90,7 +90,7 @@ def import_run(
             imported = _read_state_dict(path, source, config, tokenizer, Path(mapping) if mapping else None, model)
     except UserError:
         raise
-    except Exception as error:  # a foreign file may hold values of any type in any place
+    except Exception as error:  # a third-party file may contain values of any type anywhere
         raise UserError(f"{path}: not readable as {source}: {first_line(error)}") from error
     imported.tokenizers.check_fits(imported.config.model)
     with atomic_dir(run.path, replace=overwrite) as unfinished:
@@ -199,7 +199,7 @@ def _read_state_dict(
 
 
 def stated_config(path: Path, config: Config | None, stated: Mapping[str, object]) -> Config | None:
-    """Return a configuration, or the one next to a state dict, with the stated fields of the model."""
+    """Return `config`, or the `config.json` next to a state dict, with its model fields replaced by `stated`."""
     sibling = (path if path.is_dir() else path.parent) / "config.json"
     if config is None and sibling.is_file():
         tree = read_json(sibling)

@@ -125,7 +125,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
 def write_ctranslate2(
     folder: Path, config: Config, params: Params, tokenizers: TokenizerPair, warn: Callable[[str], None]
 ) -> None:
-    """Write a folder that `ctranslate2.Translator` loads, without the table rows beyond the vocabularies."""
+    """Write a folder that `ctranslate2.Translator` loads. Embedding rows beyond the vocabularies are dropped."""
     model, decoding = config.model, config.decoding
     CTRANSLATE2.check(model)
     source, target = unique_tokens(tokenizers.source), unique_tokens(tokenizers.target)
@@ -179,7 +179,7 @@ def write_ctranslate2(
 
 
 def _settings(folder: Path, numbers: dict[str, float]) -> Settings:
-    """Return the settings of `config.json`, which older files have among their numbers instead."""
+    """Return the settings of `config.json`, or of `model.bin`, where older versions store them as numbers."""
     defaults = {
         "unk_token": "<unk>",
         "bos_token": "<s>",
@@ -205,7 +205,7 @@ def _rows(tensors: dict[str, np.ndarray], names: Sequence[str], path: Path) -> i
 
 
 def _add_rows(tensors: dict[str, np.ndarray], rows: int) -> None:
-    """Extend every table to `rows` rows with zeros that are never generated, for a padding that the file lacks."""
+    """Extend tables to `rows` rows with zeros, for a padding token that the file lacks and that is never generated."""
     for name in (*_SOURCE, _TARGET, _OUTPUT):
         if name in tensors and tensors[name].ndim == 2:
             missing = rows - len(tensors[name])
@@ -291,7 +291,7 @@ def _numbers(model: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _cut(params: Params, model: ModelConfig, source_rows: int, target_rows: int) -> Params:
-    """Return the parameters without the table rows beyond the vocabularies, and without positions before the first."""
+    """Drop the embedding rows beyond the vocabularies and the learned positions before `position_offset`."""
     leaves = flatten(params)
     rows: dict[str, slice | tuple[slice, slice]] = {
         "embedding/table": slice(target_rows),

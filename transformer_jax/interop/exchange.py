@@ -36,17 +36,17 @@ INVISIBLE = {
     "scale_embeddings": "whether embeddings are multiplied by sqrt(d_model)",
     "positions": "interleaved (the paper's sinusoids), halves or learned",
 }
-"""Fields of `ModelConfig` that change the function and that tensors cannot show, each with an explanation."""
+"""Fields of `ModelConfig` that change the output and cannot be inferred from tensors, each with an explanation."""
 
 ASSUMED = ("norm_epsilon", "position_exponent", "position_offset", "decoder_start", "source_eos")
-"""Fields of `ModelConfig` that tensors cannot show and that take a usual value unless the user states another."""
+"""Fields of `ModelConfig` that cannot be inferred from tensors and have a default unless the user passes a value."""
 
 T = TypeVar("T", bool, int, float, str)
 _LEGAL = {bool: "true or false", int: "an integer of at least 0", float: "a number of at least 0", str: "a text"}
 
 
 class Imported(NamedTuple):
-    """A model that was read from foreign files."""
+    """A model that was read from third-party files."""
 
     config: Config
     params: Params  # NumPy arrays
@@ -54,7 +54,7 @@ class Imported(NamedTuple):
 
 
 class Settings:
-    """The settings of a foreign model by name, from one file or several. A later file overrides, unless it has null."""
+    """Settings of a third-party model by name. Later files override earlier ones, except where they have null."""
 
     def __init__(self, *files: tuple[Path, Mapping[str, object]]) -> None:
         self._default_file = files[0][0]
@@ -117,7 +117,7 @@ def unique_tokens(tokenizer: Tokenizer) -> list[str]:
 def propose_config(
     tensors: Tensors, table: Format, tokenizers: TokenizerPair | None, stated: Mapping[str, object], origin: str
 ) -> Config:
-    """Return a configuration for a state dict. Without tokenizers it has this package's special ids."""
+    """Infer a configuration from a state dict. Without tokenizers it has this package's special ids."""
     visible = visible_fields(table.prepare(tensors, origin), table, origin)
     stated = {**table.conventions, **stated}
     missing = {name: why for name, why in INVISIBLE.items() if name not in {**visible, **stated}}
@@ -125,7 +125,7 @@ def propose_config(
         shown = ", ".join(f"{name}={value!r}" for name, value in visible.items())
         flags = "; ".join(f"--{name.replace('_', '-')} ({why})" for name, why in missing.items())
         raise UserError(
-            f"{origin}: the tensors show {shown}, but they cannot show {', '.join(missing)}. State {flags}. "
+            f"{origin}: the tensors determine {shown}, but not {', '.join(missing)}. Pass {flags}. "
             "Or pass a complete configuration with --config"
         )
     special = [f"{name}_id" for name in SPECIAL]
@@ -138,9 +138,9 @@ def propose_config(
         return ", ".join(f"{name}={getattr(model, name)!r}" for name in names)
 
     changed = [field.name for field in dataclasses.fields(model) if getattr(model, field.name) != field.default]
-    logger.info("%s: configuration proposed from the tensors: %s", origin, values(changed))
+    logger.info("%s: configuration inferred from the tensors: %s", origin, values(changed))
     hidden = [name for name in (*INVISIBLE, *ASSUMED, *([] if tokenizers else special)) if name not in visible]
-    logger.info("%s: the tensors do not show these fields, which are stated or assumed: %s", origin, values(hidden))
+    logger.info("%s: fields that the tensors do not determine, passed or assumed: %s", origin, values(hidden))
     tokenizer = TokenizerConfig(joint=model.tie_embeddings == "all")
     if tokenizers:
         tokenizer = TokenizerConfig(kind=tokenizers.source.kind, joint=tokenizers.joint)
@@ -153,7 +153,7 @@ def training_length(model: ModelConfig) -> int:
 
 
 def visible_fields(tensors: Tensors, table: Format, origin: str) -> ModelFields:
-    """Return the fields of `ModelConfig` that the tensors of a state dict show."""
+    """Infer the fields of `ModelConfig` that the tensors of a state dict determine, such as sizes and biases."""
     by_path = _tensors_by_path(tensors, table)
 
     def need(path: str) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""Names of tensors in a small language, for the tables of the formats and for the mapping files of users.
+"""A small language for tensor names, used by the tables of the formats and by the mapping files of users.
 
-A mapping file states in TOML which tensor of the user's own PyTorch model is which parameter.
+A mapping file states in TOML which tensor of the user's own PyTorch model holds which parameter.
 """
 
 import difflib
@@ -28,9 +28,9 @@ def names(
 ) -> tuple[Row, ...]:
     """Return the rows of a table {foreign name: path or list of paths} in the language of `read_mapping`.
 
-    On the left `{layer}` stands for `layer`, on the right for `{encoder,decoder}/layer_{i}`. A foreign module whose
-    name ends in `_` or `/` joins it to the names of its tensors. `zeros` says whether the format has biases of zeros
-    where the model has none.
+    On the left `{layer}` stands for `layer`, on the right for `{encoder,decoder}/layer_{i}`. A dot joins the names of
+    a foreign module and its tensors, unless the module's name ends in `_` or `/`. `zeros` states whether the format
+    stores zero biases for a model without biases.
     """
     rows: list[Row] = []
     for foreign, value in table.items():
@@ -70,7 +70,7 @@ def read_mapping(path: Path) -> Format:
 def check_mapping(table: Format, config: ModelConfig, path: Path) -> None:
     """Check that every parameter that a mapping file names exists in a model."""
     known = {re.sub(r"layer_\d+", "layer_{i}", name) for name in flatten(abstract_params(config))}
-    # A module may be without a bias.
+    # Biases are optional.
     optional = {name.rpartition("/")[0] + "/bias" for name in known if name.endswith("/kernel")} | {"logits_bias"}
     for item in table.rows:
         for name in item.ours:
@@ -81,11 +81,11 @@ def check_mapping(table: Format, config: ModelConfig, path: Path) -> None:
 
 
 def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield one foreign name and its paths for each combination of the alternatives on the left."""
+    """Yield a foreign name and its parameter paths for each combination of the alternatives {a,b} in `foreign`."""
     if _ALTERNATIVES.search(foreign):
         columns = [_filled(text) for text in (foreign, *ours)]
         if len({len(column) for column in columns}) > 1:
-            raise UserError(f"{where}; the alternatives {{a,b}} of both sides must be equally many, in one order")
+            raise UserError(f"{where}; both sides must have the same number of alternatives {{a,b}}")
         for name, *paths in zip(*columns, strict=True):
             yield from _expanded(name, paths, where)
     else:
@@ -95,7 +95,7 @@ def _expanded(foreign: str, ours: list[str], where: str) -> Iterator[tuple[str, 
 
 
 def _filled(text: str) -> list[str]:
-    """Return a text once for each of its first alternatives."""
+    """Return the text once per alternative of its first {a,b}, with the alternative filled in."""
     group = _ALTERNATIVES.search(text)
     return [text.replace(group[0], word, 1) for word in group[1].split(",")] if group else [text]
 

@@ -43,7 +43,7 @@ _WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none
 
 
 def _without_shared(tensors: Tensors, origin: str) -> Tensors:
-    """Return the tensors without the shared table if there is a table for each side."""
+    """Drop the shared embedding table if the source and the target have embedding tables of their own."""
     both = {_SOURCE, _TARGET} <= tensors.keys()
     return {name: tensor for name, tensor in tensors.items() if not (both and name == _SHARED)}
 

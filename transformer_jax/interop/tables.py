@@ -1,6 +1,7 @@
-"""Formats: which foreign tensor is which parameter. One table of names serves both directions.
+"""Formats: which tensor of another library holds which parameter. One table of names serves both directions.
 
-A foreign linear layer stores [out, in]. A kernel of this package is [in, out], with the heads as separate axes:
+"Foreign" means of another library. A foreign linear layer stores [out, in]. A kernel of this package is [in, out],
+with the heads as separate axes:
 
 | parameter                          | shape              | foreign tensor       |
 |------------------------------------|--------------------|----------------------|
@@ -39,7 +40,7 @@ class Row:
 
     foreign: tuple[str, ...]  # names of the foreign tensor: the first is written, all are read
     ours: tuple[str, ...]  # paths of the parameters that it holds, stacked along its first axis
-    zeros: bool = False  # whether the format always has it, with zeros where the model has no such parameter
+    zeros: bool = False  # whether the format requires it, filled with zeros if the model has no such parameter
     leading: int = 0  # number of axes of length 1 in front of its other axes
     unless: str = ""  # path of a parameter: the row does not apply to models that have it
 
@@ -49,7 +50,7 @@ class Row:
         return dataclasses.replace(self, foreign=foreign, ours=ours)
 
     def find(self, tensors: Tensors) -> str | None:
-        """Return the first of the foreign names that a state dict has."""
+        """Return the first of the row's foreign names that is in a state dict, or None."""
         return next((name for name in self.foreign if name in tensors), None)
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
@@ -77,11 +78,11 @@ class Format:
     name: str
     rows: tuple[Row, ...]
     ignored: tuple[str, ...] = ()  # name endings of tensors that hold no parameter
-    positions: tuple[str, ...] = (".pe",)  # those of `ignored` whose tables are compared with the model's positions
+    positions: tuple[str, ...] = (".pe",)  # endings in `ignored` whose tables are compared with the positions
     legal: Callable[[ModelConfig], Legal] | None = None  # None: the format expresses every model
     prepare: Callable[[Tensors, str], Tensors] = lambda tensors, _: tensors  # renames, splits or widens what is read
-    conventions: Mapping[str, object] = dataclasses.field(default_factory=dict)  # unless the user states others
-    is_mapping: bool = False  # the user wrote the table, which then decides by itself what is tied and has biases
+    conventions: Mapping[str, object] = dataclasses.field(default_factory=dict)  # model fields, unless passed
+    is_mapping: bool = False  # whether a user wrote the table, which then determines tying and biases
 
     def check(self, model: ModelConfig) -> None:
         """Raise UserError unless the format can express a model."""
@@ -132,7 +133,7 @@ def unflatten(leaves: Mapping[str, object]) -> Params:
 
 
 def renamed(tensors: Tensors, rename: Callable[[str], str], origin: str) -> dict[str, np.ndarray]:
-    """Return the tensors under other names, of which no two may be equal."""
+    """Rename tensors. Raise UserError if two of them get the same name."""
     old_names: dict[str, str] = {}
     for name in tensors:
         new = rename(name)
@@ -242,7 +243,7 @@ def _check_position_tables(tensors: Tensors, table: Format, config: ModelConfig,
 def in_dtype(
     name: str, tensor: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, problems: list[str]
 ) -> np.ndarray | None:
-    """Return a foreign tensor in another dtype, or None after adding to `problems` what is wrong with the tensor."""
+    """Return a foreign tensor in another dtype, or None after adding the tensor's defect to `problems`."""
     with np.errstate(over="ignore"):
         converted = tensor.astype(dtype, copy=False)
     if tensor.shape != shape:

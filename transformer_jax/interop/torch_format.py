@@ -48,7 +48,7 @@ def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
     """Convert parameters of a `MultiHeadAttention` to a state dict of `torch.nn.MultiheadAttention`, in NumPy arrays.
 
     Raises:
-        UserError: d_k or d_v is not d_model / num_heads, for which torch has no module.
+        UserError: d_k or d_v is not d_model / num_heads, which `torch.nn.MultiheadAttention` does not support.
     """
     d_model, num_heads, _ = params["query"]["kernel"].shape
     for name in ("query", "key", "value"):

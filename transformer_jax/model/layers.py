@@ -270,5 +270,5 @@ class Decoder(nn.Module):
         return self.final_norm(x) if self.config.final_norm else x, tuple(new)
 
     def cross_keys_values(self, memory: Float[Array, "b s d_model"]) -> tuple[KeysValues, ...]:
-        """Return the keys and values of the encoder's output for each layer's cross-attention."""
+        """Return the keys and values that each layer's cross-attention projects from the encoder output."""
         return tuple(layer.cross_attention.keys_values(memory) for layer in self.layer)

@@ -23,7 +23,7 @@ class Int8Matrix(NamedTuple):
 
 
 def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
-    """Round a matrix to 8 bits with one scale per output (column), at most half of which an entry is off.
+    """Round a matrix to 8 bits with one scale per output (column). No entry is off by more than half its scale.
 
     >>> quantize(jnp.array([[0.5, 0.0], [-1.27, 0.0]])).values.tolist()
     [[50, -127], [0, 0]]
@@ -36,7 +36,7 @@ def quantize(matrix: Float[Array, "n v"]) -> Int8Matrix:
 def matmul(
     x: Float[Array, "rows n"], matrix: Float[Array, "n v"] | Int8Matrix, dtype: DTypeLike | None = None
 ) -> Float[Array, "rows v"]:
-    """Return the product x W in `dtype`, by default that of x. An `Int8Matrix` rounds each row of x to 8 bits too."""
+    """Return x W in `dtype`, by default the dtype of x. With an `Int8Matrix`, x is also rounded to 8 bits."""
     dtype = x.dtype if dtype is None else dtype
     if not isinstance(matrix, Int8Matrix):
         return jnp.matmul(x, matrix, preferred_element_type=dtype)
@@ -87,7 +87,7 @@ class Linear(nn.Module):
 
 
 def concatenate_linear_maps(maps: Sequence[Params]) -> Params:
-    """Return the parameters of one linear map with the outputs of several that read the same vectors."""
+    """Concatenate the parameters of linear maps with the same input into those of one map."""
     kernel = jnp.concatenate([part["kernel"].reshape(len(part["kernel"]), -1) for part in maps], axis=1)
     if "bias" not in maps[0]:
         return {"kernel": kernel}

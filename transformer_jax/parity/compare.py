@@ -62,7 +62,7 @@ def compare(
         config: A recipe or a config.json for a state dict or random weights. None proposes a configuration from the
             tensors of the state dict, or takes a small model with the conventions of the other side.
         dtype: Dtype of both sides, float32 or float64.
-        **model_fields: Fields of `ModelConfig` that a state dict does not show. They override `config`.
+        **model_fields: Fields of `ModelConfig` that a state dict does not determine. They override `config`.
 
     Raises:
         UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the

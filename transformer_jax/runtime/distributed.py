@@ -89,7 +89,7 @@ def initialize(cluster: Cluster, environment: Mapping[str, str] = os.environ, ti
 
 
 def is_multiprocess() -> bool:
-    """Return whether `initialize` connected this process with others. Starts neither JAX nor its devices."""
+    """Return whether `initialize` connected this process to others, without importing JAX or starting its devices."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
@@ -309,8 +309,8 @@ class ControlFlags(NamedTuple):
 class PreemptionSync:
     """Agree between processes, without waiting, to stop or to save after the same step of a mesh.
 
-    Each step carries the local flags and returns their maximum over processes, read one step later, so there is no
-    collective besides those of the step. In a single process flags take effect at once.
+    Each step carries the local flags and returns their maximum over processes, read one step later, so no
+    additional collective is needed. In a single process, flags take effect immediately.
     """
 
     def __init__(self, mesh: "Mesh") -> None:
@@ -318,7 +318,7 @@ class PreemptionSync:
         self._carried: list[jax.Array | ControlFlags] = []
 
     def pack(self, local: ControlFlags) -> "jax.Array | None":
-        """Return the local flags as `devices 2` int32, an argument of the next step. None in a single process."""
+        """Return the local flags as an int32 array [devices, 2] for the next step, or None in a single process."""
         import jax
         import numpy as np
 
@@ -331,16 +331,16 @@ class PreemptionSync:
         )
 
     def push(self, carried: "jax.Array | None") -> None:
-        """Take the maximum over the devices that a step returned."""
+        """Store the flags that a step returned, which are the maximum over all devices, for `poll` to read."""
         if carried is not None:
             self._carried.append(carried)
 
     def clear(self) -> None:
-        """Discard requests that steps still carry, after a save. The next step sends a discarded signal again."""
+        """Discard the flags of dispatched steps, after a save. The next step sends a discarded signal again."""
         self._carried = [ControlFlags() for _ in self._carried]
 
     def poll(self, local: ControlFlags) -> ControlFlags:
-        """Return the flags of the step before the last one, or in a single process the local flags."""
+        """Return the flags of the second-to-last step, or the local flags in a single process."""
         import jax
 
         if jax.process_count() == 1:

@@ -83,10 +83,10 @@ class Divergence:
 def locate_nonfinite(
     config: Config, params: Params, batch: Batch, dropout_rng: Array, step: int, loss: LossSpec
 ) -> JsonObject:
-    """Compute a training step again. Return the paths of the parameters, module outputs and gradients not finite in it.
+    """Compute a training step again. Return the paths of its non-finite parameters, module outputs and gradients.
 
-    Outputs are in the order of the forward pass, gradients in the order of the backward pass. `first` states in words
-    where the problem began.
+    Outputs are in the order of the forward pass, gradients in the order of the backward pass. `first` is a phrase
+    that names the first non-finite value.
     """
     accumulate = config.training.accumulate
     # Modules are seen one by one only if no scan runs over the layers. Their parameters are the same.

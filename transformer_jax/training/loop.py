@@ -205,7 +205,7 @@ class _Recorder:
         self._last_saved_step, self._last_save_time = int(self.state.step), time.monotonic()
 
     def add(self, step: int, state: TrainState, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        """Take the results of a step that was just dispatched, and check those of the step before."""
+        """Store the results of a step that was just dispatched, and check those of the previous step."""
         self.state = state
         self._fetcher.add(step, batch, metrics, learning_rate)
 
@@ -222,9 +222,9 @@ class _Recorder:
             progress.show(row["loss"], row["tokens_per_second"], row["learning_rate"])
 
     def validate(self, step: int) -> Mapping[str, float]:
-        """Evaluate the state, write what was found, and return its figures.
+        """Evaluate the state, write the results, and return the metrics.
 
-        An evaluation that fails or is interrupted leaves a checkpoint from which the run resumes with this evaluation.
+        If the evaluation fails or is interrupted, a checkpoint is saved, and resuming repeats the evaluation.
         """
         self._fetcher.check()
         with self._fetcher.paused():
@@ -241,7 +241,7 @@ class _Recorder:
         return evaluation.metrics
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Save a checkpoint, with the figures of its validation, if its state is finite and every row is written."""
+        """Check the last step and the written rows, then save a checkpoint with the metrics of its validation."""
         self._fetcher.check()
         self.writer.check()
         self.checkpoints.save(step, self.state, figures, ValidationHistory(self.validations))
@@ -256,7 +256,7 @@ class _Recorder:
         on_main_process(self.writer.close)()
 
     def is_save_due(self) -> bool:
-        """Return whether `training.checkpoint_seconds` have passed since the last checkpoint, or a row failed."""
+        """Return whether a checkpoint is due: `checkpoint_seconds` have passed, or a metrics row was not written."""
         seconds = time.monotonic() - self._last_save_time
         return self.writer.failure is not None or seconds >= self.training.checkpoint_seconds
 

@@ -133,7 +133,7 @@ def _loss(x: _X, output: Unembedding, targets: _Targets, spec: LossSpec) -> _Sum
 def _loss_forward(
     x: _X, output: Unembedding, targets: _Targets, spec: LossSpec
 ) -> tuple[_Sums, tuple[Array, Unembedding]]:
-    """Return the sums, and as residuals all gradients of the loss."""
+    """Return the sums, and the gradients of the loss with respect to x and the output layer as residuals."""
 
     def chunk_sums_and_grads(positions: _Positions) -> tuple[tuple[_Sums, Unembedding], Array]:
         sums, logits_grad = _sums_and_logits_grad(positions, output, spec)

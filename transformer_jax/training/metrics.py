@@ -1,4 +1,4 @@
-"""The figures of a training run: read from the device, written to files, shown as progress; profiler traces."""
+"""Metrics of a training run: fetching from the device, writing to files, the progress line; profiler traces."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ FIRST_TRACED, LAST_TRACED = 3, 7  # steps of a call of `fit`; the first two are 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a validation found: figures such as `valid_loss`, and samples (`source`, `reference`, `translation`)."""
+    """Result of a validation: metrics such as `valid_loss`, and samples (`source`, `reference`, `translation`)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     samples: Sequence[Mapping[str, str]] = ()
@@ -46,12 +46,12 @@ class MetricsFetcher:
         self._since = time.monotonic()
 
     def add(self, step: int, batch: Batch, metrics: Metrics, learning_rate: Array) -> None:
-        """Take the results of a dispatched step, after checking the step before it."""
+        """Store the results of a dispatched step, after checking those of the previous step."""
         self.check()
         self._pending = step, batch, metrics, learning_rate
 
     def check(self) -> None:
-        """Wait for the last dispatched step and check it, unless this is done already."""
+        """Wait for the last dispatched step and check that its results are finite, if not done yet."""
         if self._pending is None:
             return
         step, batch, *results = self._pending
@@ -66,7 +66,7 @@ class MetricsFetcher:
         self._last = metrics, float(learning_rate)
 
     def row(self) -> dict[str, float] | None:
-        """Return the figures of the step that was added last, or None if it was skipped."""
+        """Return the metrics of the last added step, or None if the step was skipped because it was not finite."""
         self.check()
         if self._last is None:
             return None
@@ -94,10 +94,10 @@ class MetricsFetcher:
 class MetricsWriter:
     """Append to `metrics.jsonl` and `samples.jsonl`, and write the same numbers for TensorBoard, in process 0.
 
-    Rows after `step`, which the run resumes from, are dropped, and with `drop_validation` those of its validation.
+    Rows after `step`, from which the run resumes, are removed. `drop_validation` also removes its validation rows.
 
-    A row that cannot be written, for example because the disk is full, is the last one: `check` raises the error in
-    every process, so the processes agree after each checkpoint and not after each row.
+    After a row cannot be written, for example because the disk is full, no more rows are written. `check` raises the
+    error in every process, so the processes communicate once per checkpoint and not once per row.
     """
 
     def __init__(self, run: RunDir, step: int, *, drop_validation: bool = False) -> None:
@@ -127,7 +127,7 @@ class MetricsWriter:
 
     @on_main_process
     def check(self) -> None:
-        """Raise the error of an earlier row. Collective."""
+        """Raise the error of a row that could not be written. All processes must call this function."""
         if self.failure is not None:
             raise self.failure
 

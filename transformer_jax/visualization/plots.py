@@ -45,7 +45,7 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Subject:
-    """A run or a recipe."""
+    """A run or a recipe to plot."""
 
     name: str
     config: Config
@@ -74,7 +74,7 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """Read a run's folder, or a recipe: FILE or FILE:NAME."""
+    """Load a run folder, or a recipe given as FILE or FILE:NAME, for plotting."""
     if Path(name).is_dir():
         run = RunDir(Path(name))
         return Subject(name.rstrip("/"), run.load_config(), run)
@@ -82,7 +82,7 @@ def load_subject(name: str) -> Subject:
 
 
 def logged(subject: Subject, value: str) -> list[Curve]:
-    """Return a metric of `metrics.jsonl` by step. A null, which stands for a number that is not finite, is a gap."""
+    """Return a metric of `metrics.jsonl` by step. A null, which represents a non-finite number, becomes a gap."""
     rows = [row for row in subject.metrics if value in row]
     steps, values = ([row[name] for row in rows] for name in ("step", value))
     # Few points get markers, because a single point without a marker is invisible.

@@ -37,15 +37,15 @@ def test_trees_may_share_a_line_or_extend_over_several(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("(S (NP the dog))", "line 1: the word 'dog' stands in no bracket of its own"),
-        ("(S the)\n(S (DT the) dog)", "line 2: the word 'dog' stands in no bracket"),
+        ("(S (NP the dog))", "line 1: the word 'dog' needs its own bracket"),
+        ("(S the)\n(S (DT the) dog)", "line 2: the word 'dog' needs its own bracket"),
         ("(S (DT the)", "ends with 1 brackets open"),
         ("(S (DT the)))", r"line 1: '\)' outside of all brackets"),
         ("dog", "line 1: 'dog' outside of all brackets"),
         ("(S ())", r"line 1: the bracket \(\) is empty"),
         ("(S (NP))", r"the bracket \(NP\) is empty"),
-        ("(S (NP dog (DT the)))", "a bracket after the word 'dog'"),
-        ("(S " * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} brackets within each other"),
+        ("(S (NP dog (DT the)))", "a bracket follows the word 'dog'"),
+        ("(S " * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} nested brackets"),
     ],
 )
 def test_invalid_tree_names_its_line(text, message):

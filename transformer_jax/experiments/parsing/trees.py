@@ -60,9 +60,9 @@ def parse_trees(lines: list[str], origin: str) -> list[Tree]:
         where = f"{origin}, line {number}"
         if token == "(":
             if open_brackets and open_brackets[-1][2]:
-                raise UserError(f"{where}: a bracket after the word {open_brackets[-1][2]!r}, which needs its own")
+                raise UserError(f"{where}: a bracket follows the word {open_brackets[-1][2]!r}, which needs its own")
             if len(open_brackets) == MAX_DEPTH:
-                raise UserError(f"{where}: more than {MAX_DEPTH} brackets within each other")
+                raise UserError(f"{where}: more than {MAX_DEPTH} nested brackets")
             open_brackets.append(("", [], ""))
         elif not open_brackets:
             raise UserError(f"{where}: {token!r} outside of all brackets")
@@ -76,7 +76,7 @@ def parse_trees(lines: list[str], origin: str) -> list[Tree]:
         else:
             label, children, word = open_brackets[-1]
             if word or children:
-                raise UserError(f"{where}: the word {token!r} stands in no bracket of its own with its tag")
+                raise UserError(f"{where}: the word {token!r} needs its own bracket with a tag, such as (NN dog)")
             open_brackets[-1] = (label, [], token)
         before = token
     if open_brackets:
