@@ -1,7 +1,9 @@
 """Attention (paper section 3.2)."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import flax.linen as nn
@@ -149,14 +151,15 @@ class MultiHeadAttention(nn.Module):
                 "Set num_heads to a divisor, or set d_k and d_v."
             )
         h, (d_k, d_v) = self.num_heads, (size or self.d_model // self.num_heads for size in (self.d_k, self.d_v))
-        fused_width = h * (2 * d_k + d_v)
+        self.widths, fused_width = (h * d_k, h * d_v), h * (2 * d_k + d_v)
         linear = partial(Linear, use_bias=self.use_bias, dtype=self.dtype, param_dtype=self.param_dtype)
         initializer = partial(attention_initializer, self.initialization, self.d_model, fused_width=fused_width)
         self.query, self.key = (linear((h, d_k), initializer(h * d_k)) for _ in range(2))
         self.value = linear((h, d_v), initializer(h * d_v))
         self.output = linear((self.d_model,), xavier_uniform(h * d_v, self.d_model), num_inputs=2)
-        # The three as one product, for `attend_and_store`; `prepare_for_decoding` makes its parameters.
+        # Several as one product, for decoding; `prepare_for_decoding` makes their parameters.
         self.query_key_value = linear((fused_width,), initializer(fused_width))
+        self.key_value = linear((sum(self.widths),), initializer(sum(self.widths)))
         self.dropout = nn.Dropout(self.dropout_rate)
 
     def __call__(
@@ -200,7 +203,7 @@ class MultiHeadAttention(nn.Module):
 
     def keys_values(self, memory: Float[Array, "b s d_model"]) -> KeysValues:
         """Return the keys and values of `memory` for `attend`."""
-        return KeysValues(_by_head(self.key(memory)), _by_head(self.value(memory)))
+        return KeysValues(*self._split_heads(self.key_value(memory), self.widths))
 
     def attend(
         self, x: Float[Array, "b t d_model"], past: KeysValues, mask: Bool[Array, "b 1 #t n"]
@@ -212,14 +215,17 @@ class MultiHeadAttention(nn.Module):
         self, x: Float[Array, "b t d_model"], past: KeysValues, start: Int[Array, ""], mask: Bool[Array, "b 1 t n"]
     ) -> tuple[Float[Array, "b t d_model"], KeysValues]:
         """Store the keys and values of `x` in `past` from index `start`, attend to `past`, and return both results."""
-        projected, width = self.query_key_value(x), self.num_heads * past.key.shape[2]
-        parts = jnp.split(projected, [width, 2 * width], axis=2)
-        query, key, value = (_by_head(part.reshape(*x.shape[:2], self.num_heads, -1)) for part in parts)
+        query, key, value = self._split_heads(self.query_key_value(x), (self.widths[0], *self.widths))
         past = KeysValues(
             jax.lax.dynamic_update_slice_in_dim(past.key, key, start, 1),
             jax.lax.dynamic_update_slice_in_dim(past.value, value, start, 1),
         )
         return self._attend(query, past, mask), past
+
+    def _split_heads(self, projected: Float[Array, "b n d"], widths: Sequence[int]) -> list[Array]:
+        """Split the result of several linear maps and give each part the layout of `KeysValues`."""
+        parts = jnp.split(projected, list(accumulate(widths))[:-1], axis=2)
+        return [_by_head(part.reshape(*part.shape[:2], self.num_heads, -1)) for part in parts]
 
     def _attend(
         self, query: Float[Array, "heads t d_k"], past: KeysValues, mask: Bool[Array, "b 1 #t n"]

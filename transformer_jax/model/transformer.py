@@ -278,15 +278,22 @@ def attention_maps(
 def prepare_for_decoding(params: Params, config: ModelConfig, *, int8: bool = False) -> Params:
     """Return the parameters in the layout and dtypes that `Transformer.decode_step` computes with.
 
-    Queries, keys and values of a self-attention get one kernel, and `logits_matrix` maps hidden states to logits. With
-    `int8` the matrices of the decoder and of the logits are rounded to 8 bits (`quantize`).
+    Queries, keys and values of a self-attention get one kernel, as do keys and values of a cross-attention, and
+    `logits_matrix` maps hidden states to logits. With `int8` the matrices of the decoder and of the logits are rounded
+    to 8 bits (`quantize`).
     """
+
+    def fuse(attention: Params, name: str, *parts: str) -> Params:
+        fused = {name: concatenate_linear_maps([attention[part] for part in parts])}
+        return fused | {part: value for part, value in attention.items() if part not in parts}
+
     decoder = dict(params["decoder"])
     for name, layer in params["decoder"].items():
         if name != "final_norm":
-            attention = layer["self_attention"]
-            fused = concatenate_linear_maps([attention[part] for part in ("query", "key", "value")])
-            decoder[name] = layer | {"self_attention": {"query_key_value": fused, "output": attention["output"]}}
+            decoder[name] = layer | {
+                "self_attention": fuse(layer["self_attention"], "query_key_value", "query", "key", "value"),
+                "cross_attention": fuse(layer["cross_attention"], "key_value", "key", "value"),
+            }
     table = params["embedding" if config.tie_embeddings == "all" else "target_embedding"]["table"]
     matrix = params["output_projection"]["kernel"] if config.tie_embeddings == "none" else table.T
     return params | {
