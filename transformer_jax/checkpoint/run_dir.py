@@ -145,8 +145,8 @@ class RunDir:
     def open_for_training(self, config: Config, is_bound: bool = True, *, write: bool = True) -> None:
         """Create the run, or check that the existing run can be resumed with this configuration.
 
-        `is_bound` states whether steps were taken under the configuration in the folder; if not, any field may change.
-        Without `write` the folder is only checked.
+        `is_bound` states whether the run has trained with the configuration in the folder. If not, any field may
+        change. If `write` is false, nothing is written.
         """
         if self.config_file.exists() and is_bound:
             old, new = self.load_config().flat(), config.flat()
@@ -186,7 +186,7 @@ def truncate_after(path: Path, last_step: int, *, drop_validation: bool = False)
 
 @contextmanager
 def locked(run: RunDir) -> Iterator[bool]:
-    """Lock the run against other processes, and yield whether it can be written: not on a read-only file system."""
+    """Lock the run against other processes and yield True, or yield False if the folder is not writable."""
     try:
         file = run.lock.open("a+", encoding="utf-8")
     except OSError as error:

@@ -31,7 +31,7 @@ class Attention:
     parameters: Annotated[CheckpointFlag, arg(name="")] = field(default_factory=CheckpointFlag)
 
     def run(self) -> None:
-        """Write the file, and print the translation."""
+        """Draw the attention weights to a file, and print the translation."""
         from transformer_jax.decoding.translator import Translator
         from transformer_jax.visualization.attention import View, attention_of, draw_attention
 
@@ -58,7 +58,7 @@ class Plot:
             raise UserError("name a run or a recipe")
 
     def run(self) -> None:
-        """Write the file, and print the panels."""
+        """Draw the plots to a file, and print the names of the panels."""
         from transformer_jax.visualization.plots import plot
 
         print(f"{self.output}: {', '.join(plot(self.subjects, self.output, self.panels))}")

@@ -52,7 +52,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, object]:
-        """Return what `to_json` writes besides the kind."""
+        """Return the fields that `to_json` writes in addition to the kind."""
 
     def plain(self, text: str) -> str:
         """Return the text as `decode` would write it, to compare references with translations."""
@@ -112,7 +112,7 @@ class _LibraryTokenizer(Tokenizer):
 class BytePairTokenizer(_LibraryTokenizer):
     """Byte pair encoding over UTF-8 bytes: any text round-trips, and nothing is unknown.
 
-    The added tokens of `library`, a JSON tree of the library `tokenizers`, are dropped: they would be found in text.
+    Added tokens in `library`, the JSON of the library `tokenizers`, are dropped because text could contain them.
     """
 
     kind: Kind = "bpe"
@@ -236,10 +236,10 @@ class WordTokenizer(Tokenizer):
 
 
 def train_tokenizer(kind: Kind, texts: Iterable[str], vocab_size: int, min_frequency: int) -> Tokenizer:
-    """Train a tokenizer of at most `vocab_size` ids, special tokens included, which depends on the arguments only.
+    """Train a tokenizer of at most `vocab_size` ids, including special tokens. The result is deterministic.
 
-    The rarest words become unknown, and of equally rare words the last in alphabetical order. Words rarer than
-    `min_frequency` become unknown too, and such byte pairs are not merged.
+    If there are too many words, the rarest become unknown; ties drop the last in alphabetical order. Words rarer than
+    `min_frequency` also become unknown, and byte pairs rarer than `min_frequency` are not merged.
     """
     if kind == "bpe":
         return _train_byte_pairs(texts, vocab_size, min_frequency)

@@ -103,7 +103,7 @@ def beam_search(
     paper terminates "early when possible"; `spec.stopping` defines when:
 
         paper         When no live hypothesis can enter the n best, so stopping does not change the result. EOS counts
-                      among all 2k. If fewer than n ended by the limit, the best live ones follow, without EOS.
+                      among all 2k. If fewer than n have ended at the limit, the best live ones follow, without EOS.
         huggingface   As `generate(early_stopping=False)`: when k have ended and the best live hypothesis, scored at its
                       current length, is no better than the worst of them.
         ctranslate2   As `translate_batch` with patience 1: when k have ended; without a penalty, when n have and a
@@ -117,14 +117,14 @@ def beam_search(
             structure, shapes and dtypes. There are b * k rows: row i is hypothesis i % k of sentence i // k.
         state: The initial state, for b * k rows.
         spec: Beam, limits, special tokens, length penalty and stopping rule.
-        reorder_fn: Gives each row the state of another row of the same sentence, so it may leave alone what all
-            hypotheses of a sentence share.
+        reorder_fn: Copies to each row the state of a row of the same sentence. It may skip arrays that are equal
+            for all hypotheses of a sentence.
         resize_fn: Resizes the state to the next of `spec.cache_sizes`.
 
     Returns:
         The n = `spec.n_best` best hypotheses of each sentence.
 
-    A bigram model in place of a Transformer, whose best sentence does not begin with the best token:
+    Here a bigram model replaces the Transformer. Its best sentence does not begin with its best token:
 
     >>> bigrams = jnp.log(jnp.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0.6, 0.1, 0.3], [0, 0.1, 0.5, 0.4]]))
     >>> spec = SearchSpec(jnp.array([4]), max_length=4, start_id=3, eos_id=1, pad_id=0, beam_size=2, n_best=2)

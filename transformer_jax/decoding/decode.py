@@ -169,7 +169,7 @@ def run_params(run_dir: RunDir, config: Config) -> Params:
 def load_member(
     run: str | Path, first: RunDir, config: Config, tokenizers: TokenizerPair, checkpoint: str | None
 ) -> Member:
-    """Load another run for an ensemble with a first run; a checkpoint of None is what its own configuration names."""
+    """Load a run for the ensemble of the run `first`. `checkpoint` None selects the one that its config names."""
     run_dir, refusal = RunDir(Path(run)), f"{run} cannot be in an ensemble with {first.path}: "
     own = run_dir.load_config()
     for name in _SHARED_FIELDS:

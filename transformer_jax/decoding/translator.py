@@ -50,7 +50,7 @@ class Translator:
     def __init__(
         self, config: Config, params: Params, tokenizers: TokenizerPair, others: Sequence[Member] = ()
     ) -> None:
-        """Create a translator from what `load` reads; raise UserError if the tokenizers do not fit the models."""
+        """Create a translator from the parts that `load` reads. Raise UserError if the tokenizers do not fit."""
         self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
         for member in self.members:
             tokenizers.check_fits(member.config)

@@ -32,9 +32,10 @@ _MAX_LOGITS = 2**25  # of a batch: 128 MB in float32
 
 
 class PairScore(NamedTuple):
-    """Log-probability of a translation given its source, in nats, summed over its tokens and EOS."""
+    """Score of a translation given its source."""
 
     log_prob: float
+    """Log-probability in nats, summed over the target's tokens and EOS."""
     num_tokens: int
     """Number of target tokens, including EOS."""
     score: float

@@ -26,9 +26,9 @@ _PARAMETERS = {"kernel", "bias", "scale", "table", "logits_bias"}
 def names(
     table: Mapping[str, object], layer: str = "", *, norm: NormNames = LAYER_NORM, zeros: bool = True, origin: str = ""
 ) -> tuple[Row, ...]:
-    """Return the rows of a table {foreign name: path or list of paths} in the language of `read_mapping`.
+    """Return the rows of a table {foreign name: path or list of paths}, written as in a mapping file.
 
-    On the left `{layer}` stands for `layer`, on the right for `{encoder,decoder}/layer_{i}`. A dot joins the names of
+    `{layer}` stands for `layer` in a name and for `{encoder,decoder}/layer_{i}` in a path. A dot joins the names of
     a foreign module and its tensors, unless the module's name ends in `_` or `/`. `zeros` states whether the format
     stores zero biases for a model without biases.
     """
@@ -54,7 +54,7 @@ def names(
 
 
 def read_mapping(path: Path) -> Format:
-    """Read a mapping file, whose language docs/interop.md explains."""
+    """Read a mapping file, whose syntax docs/interop.md explains."""
     try:
         tree = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:

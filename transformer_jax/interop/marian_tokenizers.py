@@ -90,7 +90,7 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
 
 
 def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig) -> dict[str, object]:
-    """Return `tokenizer.json`: a tokenizer in the library's form, with EOS after the text."""
+    """Return the content of `tokenizer.json`, which appends EOS to the text if `model.source_eos` is set."""
     tree: dict[str, object] = {"version": "1.0"}
     tree |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
     if tokenizer.kind == "bpe":

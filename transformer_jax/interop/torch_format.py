@@ -118,13 +118,13 @@ _ANNOTATED_CONVENTIONS = {
 
 
 def _annotated(tables: tuple[str, str, str], table: Mapping[str, str], norm: NormNames) -> Format:
-    """Return the format of one layout: its source embedding, target embedding and output, and its other names."""
+    """Return one variant of the format. `tables` names its source embedding, target embedding and output layer."""
     source, target, output = (f"{name}.weight" for name in tables)
     rows = embeddings((source,), (target,), (output,))
     rows += names(table, "{encoder,decoder}.layers.{i}", norm=norm, zeros=False)
 
     def widened(tensors: Tensors, origin: str) -> Tensors:
-        """Repeat the scale and shift of early versions of the teaching model, which have one for all columns."""
+        """Repeat the single scale and shift that LayerNorm has in early versions of the opus_books model."""
         width = tensors[source].shape[-1] if source in tensors else 1
         return {
             name: np.full(width, tensor[0], tensor.dtype)
@@ -170,7 +170,7 @@ OPUS_BOOKS = _annotated(
 
 
 def state_dict_format(source: str, tensors: Tensors) -> Format:
-    """Return the format of a state dict that a user calls torch or annotated, which has two sets of names."""
+    """Return the format of a state dict. `annotated` has two variants, which differ in their tensor names."""
     if source == "torch":
         return TORCH
     return OPUS_BOOKS if any("attention_block" in name for name in tensors) else ANNOTATED

@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
         key: Keys of each head.
         value: Values of each head.
         mask: True where a query may attend to a key. None lets every query attend to every key.
-        kernel: `auto` calls NVIDIA's fused kernel, which never writes the weights to memory, if `fits_cudnn` accepts
-            the inputs; `xla` does not.
+        kernel: `auto` calls NVIDIA's fused kernel, which never writes the attention weights to memory, if
+            `fits_cudnn` accepts the inputs. `xla` never calls it.
 
     Returns:
         The attended values. A query that may attend to nothing gives zeros, never NaN.

@@ -29,7 +29,7 @@ def sinusoids(
         layout: `interleaved` alternates sines and cosines, as in the paper. `halves` puts all sines before all cosines
             (tensor2tensor, fairseq, Marian).
         exponent: `tensor2tensor` replaces 2i / d_model by i / (d_model / 2 - 1) (tensor2tensor, fairseq).
-        offset: Number of the first position.
+        offset: Position of the first row.
 
     Returns:
         The table in float64, computed by NumPy: it is a constant of the compiled program.

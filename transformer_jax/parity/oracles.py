@@ -39,10 +39,10 @@ class Peer:
     stacks: str  # prefix of the modules `encoder` and `decoder`
     sublayers: Mapping[str, str]  # modules of each sub-layer and of its norm, in the order of `SUBLAYERS`
     logits: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] = nn.Module.__call__
-    narrower: tuple[str, Legal] = ("", {})  # software that computes less than the table expresses, and its legal values
-    prefix: str = ""  # of its names of parameters, before those of the table
+    narrower: tuple[str, Legal] = ("", {})  # software that supports less than the table, and its legal values
+    prefix: str = ""  # of its parameter names, in front of the names in the table
     time_first: bool = False  # whether the outputs of sub-layers are `t b d_model`
-    generates: bool = False  # whether the module's own `generate` searches
+    generates: bool = False  # whether `search` calls the module's own `generate`
 
     def check(self, config: ModelConfig) -> None:
         """Raise UserError unless the peer can compute a model."""
@@ -145,7 +145,7 @@ class Oracle:
         return Trained(losses, gradients, self._arrays(module, lambda parameter: parameter))
 
     def decoding(self, decoding: DecodingConfig) -> DecodingConfig:
-        """Return the settings of the nearest search that it offers."""
+        """Return the settings supported by `search` that are closest to the given ones."""
         if self.peer.generates:
             return dataclasses.replace(decoding, length_penalty="power", stopping="huggingface")
         return dataclasses.replace(decoding, stopping="paper")

@@ -1,4 +1,4 @@
-"""The search for a cause: where two models diverge, this side is changed until it agrees with the other side."""
+"""Find out by trial why this side, the package's model, diverges from the other side, a reference implementation."""
 
 import dataclasses
 import itertools
@@ -41,12 +41,13 @@ CONVENTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "decoder/embedding": {"decoder_start": ("bos", "zeros")},
     "decoder/layer_0/self_attention": {"decoder_num_heads": _HEADS},
 }
-"""The values to try of each field that can show first at a place. The other side's own value is tried before them.
+"""For each place in the forward pass, the fields whose effect can first appear there, and the values to try.
 
-A convention that all layers share shows in the first layer of the encoder, so later places have only the decoder's.
+The other side's value is tried first. The effect of a field of all layers appears in the encoder's first layer, so
+later places have only decoder fields.
 """
 BIASES = {"encoder/layer_0/self_attention": "attention_bias", "logits": "logits_bias"}
-"""The field that adds all biases of a kind. It is tried after the weights, one of which may be a single bias."""
+"""For each place, the field that adds its biases. Weights are tried first, because a single bias may be the cause."""
 POSITIONS: dict[str, tuple[object, ...]] = {
     "positions": ("interleaved", "halves"),
     "position_exponent": ("paper", "tensor2tensor"),
@@ -61,7 +62,7 @@ MASKS: dict[str, dict[str, tuple[str, ...]]] = {
     "decoder/layer_0/self_attention": {"causal mask": ("causal",)},
     "decoder/layer_0/cross_attention": {"padding mask of the attention over the encoder's output": ("cross_padding",)},
 }
-"""The masks that can show first at a place: the name of each in a report, and the fields of `Masks` it stands for."""
+"""For each place, the masks whose effect can first appear there: the name in reports, and the fields of `Masks`."""
 PROJECTIONS = ("query", "key", "value")
 _FIELDS = tuple(dict.fromkeys((*itertools.chain(*CONVENTIONS.values()), *BIASES.values(), *POSITIONS)))
 
@@ -90,7 +91,7 @@ def find_cause(
 
 
 def suspects(side: Side, other: ModelConfig, donor: Arrays, first: str) -> Iterator[Suspect]:
-    """Yield all suspects for a divergence at the place `first`, the more probable ones first."""
+    """Yield suspects for a divergence at `first`, most probable first. `donor` has the other side's parameters."""
     yield from _masks(side, first)
     fields = CONVENTIONS.get(first, {})
     yield from _conventions(side, donor, _values(fields, other))
@@ -118,7 +119,7 @@ def _effective(side: Side, change: Change) -> Change:
 
 
 def _conventions(side: Side, donor: Arrays, changes: Iterable[Change]) -> Iterator[Suspect]:
-    """Yield this side with other values of some fields, where such a model exists."""
+    """Yield this side after each change, except changes that are invalid or that no parameters fit."""
     seen: list[Change] = [{}]
     for change in changes:
         change = _effective(side, change)
@@ -138,7 +139,7 @@ def _conventions(side: Side, donor: Arrays, changes: Iterable[Change]) -> Iterat
 
 
 def _fitted(params: Params, config: ModelConfig, donor: Arrays) -> Params:
-    """Return parameters for another configuration: this side's, else the other side's, else ones without effect."""
+    """Return parameters that fit `config`: this side's, else those of `donor`, else scales of 1 and biases of 0."""
     own, leaves = flatten(params), Arrays()
     for path, wanted in flatten(abstract_params(config)).items():
         found = next((tree[path] for tree in (own, donor) if path in tree and np.size(tree[path]) == wanted.size), None)

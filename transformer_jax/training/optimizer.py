@@ -85,7 +85,7 @@ def with_average(optimizer: optax.GradientTransformation, decay: float) -> optax
 
 
 def update_count(state: optax.OptState) -> Array:
-    """Return the number of updates that an optimizer of `make_optimizer` has made, which its schedule depends on."""
+    """Return the number of updates done, from which the schedule of `make_optimizer` computes the learning rate."""
     chain: Any = state.inner if isinstance(state, WithAverage) else state
     return chain[-1].count
 

@@ -50,12 +50,12 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
 
 
 def partition_spec(path: str) -> PartitionSpec:
-    """Look up a parameter path such as `encoder/layer_0/self_attention/query/kernel` in the table."""
+    """Return the spec that PARAMETER_SPECS has for a path such as `encoder/layer_0/self_attention/query/kernel`."""
     return next((spec for pattern, spec in PARAMETER_SPECS if re.search(pattern, path)), PartitionSpec())
 
 
 def tree_shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> Any:
-    """Return a `NamedSharding` per leaf of a tree of parameters, or of an optimizer state, whose paths end alike."""
+    """Return a `NamedSharding` per leaf of parameters or of an optimizer state. Its paths end in parameter paths."""
 
     def leaf_sharding(path: jax.tree_util.KeyPath, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -110,7 +110,7 @@ def row_parts(mesh: Mesh) -> RowParts:
 
 
 def put_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Turn NumPy arrays with the rows of `row_parts`, those of this process, into global arrays on the mesh."""
+    """Turn the NumPy rows of a batch that this process holds (`row_parts`) into global arrays on the mesh."""
     sharding, parts = batch_sharding(mesh), row_parts(mesh)
 
     def put(rows: np.ndarray) -> jax.Array:
@@ -121,7 +121,7 @@ def put_batch(batch: Tree, mesh: Mesh) -> Tree:
 
 
 def gather_params(params: Tree, mesh: Mesh) -> Tree:
-    """Gather parameters on the first device of each process, if there are several, for work that is not shared."""
+    """Gather parameters on the first device of each process, if there are several, for work within a process."""
     if jax.process_count() == 1:
         return params
     full = jax.jit(lambda params: params, out_shardings=replicated(mesh))(params)

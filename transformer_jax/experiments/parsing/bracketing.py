@@ -30,9 +30,9 @@ class BracketScores:
 
 
 def brackets(tree: Tree) -> Counter[Bracket]:
-    """Return the constituents of a tree and how often each occurs, because nested ones may have equal label and words.
+    """Count each bracket of a tree. A bracket occurs twice if nested constituents have the same label and words.
 
-    Roots and words are left out. ADVP and PRT count as one label.
+    Root labels and single words are not brackets. PRT counts as ADVP.
 
     >>> brackets(Tree("TOP", (Tree("S", (Tree("RB", word="so"), Tree(".", word="."))),)))
     Counter({('S', 0, 1): 1})
@@ -54,9 +54,9 @@ def brackets(tree: Tree) -> Counter[Bracket]:
 
 
 def score_brackets(pairs: Iterable[tuple[Tree, Tree]]) -> BracketScores:
-    """Return the scores of (gold tree, parse) pairs: percentages of sums over all sentences.
+    """Return the scores of (gold tree, parse) pairs, computed from the bracket counts of all sentences.
 
-    A parse must have the words and tags of its gold tree, because tags decide which words count.
+    A parse must have the words and tags of its gold tree, because words with IGNORED_TAGS do not count.
     """
     totals: Counter[str] = Counter()
     for number, (gold, predicted) in enumerate(pairs, 1):

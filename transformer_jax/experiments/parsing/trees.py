@@ -113,12 +113,12 @@ State = Literal["whole", "repaired", "failed"]
 
 
 class Read(NamedTuple):
-    """A tree that `delinearize` built."""
+    """Result of `delinearize`."""
 
     tree: Tree
     """Tree under a root TOP with exactly the words of the sentence."""
     state: State
-    """whole: the tokens are the tree. repaired: brackets or tags were added or left out. failed: no constituent."""
+    """whole: tokens needed no repair. repaired: brackets or tags were added or dropped. failed: no constituent."""
 
 
 def linearize(tree: Tree) -> list[str]:
@@ -134,9 +134,9 @@ def delinearize(tokens: Sequence[str], words: Sequence[str], tags: Sequence[str]
 
     Tokens that are not a tree are repaired:
 
-    - A closing bracket also closes the brackets that are open inside its own. It is left out if no bracket of its
-      label is open. At the end all brackets are closed.
-    - Constituents without a word, constituents inside MAX_DEPTH others, and tags after the last word are left out.
+    - A closing bracket also closes all brackets opened after its match. It is dropped if no bracket with its label
+      is open. Brackets still open at the end are closed.
+    - Constituents without words, constituents nested in MAX_DEPTH others, and tags after the last word are dropped.
     - Words without a tag become the last children of the last constituent below the root.
 
     `tags` are the parts of speech of the words; None takes them from the tokens.
