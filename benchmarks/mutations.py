@@ -139,7 +139,9 @@ def killing_tier(mutation: Mutation) -> str | None:
         environment = {**os.environ, "PYTHONPATH": folder}
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "mutations"))
         for tier in ("fast", "slow"):
-            command = [sys.executable, "-m", "pytest", "-x", "-m", tier, *TESTS[mutation.file.partition("/")[0]]]
+            tests = TESTS[mutation.file.partition("/")[0]]
+            # One process, because pytest-xdist with -x reports a failed test as an interrupted run.
+            command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-m", tier, *tests]
             done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False)
             if done.returncode == pytest.ExitCode.TESTS_FAILED:
                 return tier
