@@ -266,7 +266,7 @@ def test_search_log_probs_equal_teacher_forcing(beam_size):
     limits = np.array([8, 6], np.int32)
     model, decoding = translator.config.model, translator.config.decoding
     spec = search_spec(model, decoding, max_lengths=limits, max_length=8, n_best=beam_size)
-    found = jax.device_get(search(translator.params, jnp.asarray(src), spec, model=Transformer(model)))
+    found = jax.device_get(search(translator._prepare(), jnp.asarray(src), spec, models=(Transformer(model),)))
     for n in range(beam_size):
         log_probs = teacher_forced(translator, src, found.tokens[:, n])
         for row in range(2):
@@ -290,7 +290,7 @@ def test_search_log_probs_with_quantized_weights_are_close(weights):
     (prepared,) = translator._prepare()
     assert prepared["embedding"]["table"].dtype == ("bfloat16" if weights == "bfloat16" else "float32")
     spec = search_spec(model.config, decoding, max_lengths=np.array([5, 5], np.int32), max_length=5)
-    found = jax.device_get(search(prepared, jnp.asarray(src), spec, model=model, quantization=weights))
+    found = jax.device_get(search((prepared,), jnp.asarray(src), spec, models=(model,), quantization=weights))
     log_probs = teacher_forced(translator, src, found.tokens[:, 0])
     for row in range(2):
         length = found.lengths[row, 0]

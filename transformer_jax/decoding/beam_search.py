@@ -45,9 +45,8 @@ class Rule(NamedTuple):
     is_done: Callable[[BeamState, Int[Array, ""], SearchSpec], Bool[Array, " b"]]
     """Whether each sentence is done, from its hypotheses and their length."""
     only_best_k: bool
-    """Count an end only among the k best continuations of a step, not among all 2k."""
-    ends_at_limit: bool
-    """Count the k best hypotheses at the limit as finished even without EOS, instead of ranking them after the rest."""
+    """Count an end only among the k best continuations of a step, not among all 2k, and count those k at the limit as
+    finished even without EOS, instead of ranking them after the rest."""
     renormalize_logits: bool
     """Exclude forbidden tokens from the softmax, instead of masking them after it."""
 
@@ -77,9 +76,9 @@ def _ctranslate2_is_done(beam: BeamState, length: Int[Array, ""], spec: SearchSp
 
 
 STOPPING_RULES: dict[Stopping, Rule] = {
-    "paper": Rule(_paper_is_done, only_best_k=False, ends_at_limit=False, renormalize_logits=False),
-    "huggingface": Rule(_huggingface_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=False),
-    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, ends_at_limit=True, renormalize_logits=True),
+    "paper": Rule(_paper_is_done, only_best_k=False, renormalize_logits=False),
+    "huggingface": Rule(_huggingface_is_done, only_best_k=True, renormalize_logits=False),
+    "ctranslate2": Rule(_ctranslate2_is_done, only_best_k=True, renormalize_logits=True),
 }
 
 
@@ -211,9 +210,7 @@ def _update(
     """Return the beam after a step, which sentences are done, and the indices of the continuations that stay live."""
     k, candidates, at_limit = spec.beam_size, step.hypotheses, length >= spec.limits
     ends = step.tokens == spec.eos_id
-    finishes = ends | at_limit[:, None] if rule.ends_at_limit else ends
-    if rule.only_best_k:
-        finishes &= (jnp.arange(2 * k) < k)[None]
+    finishes = (ends | at_limit[:, None]) & (jnp.arange(2 * k) < k)[None] if rule.only_best_k else ends
     finishes &= candidates.log_probs > -jnp.inf
     ended = candidates._replace(scores=jnp.where(finishes, candidates.scores, -jnp.inf))
 

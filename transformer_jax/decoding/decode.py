@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from transformer_jax.types import Params, UserError
 Quantization = Literal["none", "bfloat16", "int8"]
 
 Caches = tuple[Cache, ...]
-Argument = TypeVar("Argument")
 
 CACHE_SIZES = (32, 128, 512)
 """KV-cache capacities in positions. Decoding moves to the next one when full; each compiles its own loop."""
@@ -77,35 +76,30 @@ def prepare(params: Params, config: ModelConfig, quantization: Quantization = "n
     return prepare_for_decoding(params, config, int8=quantization == "int8")
 
 
-@partial(jax.jit, static_argnames=("model", "quantization", "sampling"))
+@partial(jax.jit, static_argnames=("models", "quantization", "sampling"))
 def search(
-    params: Params | tuple[Params, ...],
+    params: tuple[Params, ...],
     src: Int[Array, "b s"],
     spec: SearchSpec,
     *,
-    model: Transformer | tuple[Transformer, ...],
+    models: tuple[Transformer, ...],
     quantization: Quantization = "none",
     sampling: Sampling | None = None,
     keys: Key[Array, "b n"] | None = None,
 ) -> SearchResult:
     """Encode the sources once, then run greedy search (beam size 1), beam search or sampling with a key-value cache.
 
-    `prepare` saves the conversion of the parameters in each call. Tuples of prepared parameters and models are an
-    ensemble: the probability of a token is the mean of its members' probabilities. With `sampling` and one random key
-    per sample, hypotheses are sampled from that distribution. Raises UserError if `spec.max_length` exceeds the learned
-    position table.
+    `params` are those of each model, converted by `prepare`. Several models are an ensemble: the probability of a token
+    is the mean of its members' probabilities. With `sampling` and one random key per sample, hypotheses are sampled
+    from that distribution. Raises UserError if `spec.max_length` exceeds the learned position table.
     """
-    if isinstance(model, Transformer):
-        model = (model,)
-        assert not isinstance(params, tuple)  # the caller's contract; for the type checker
-        params = (params if "logits_matrix" in params else prepare(params, model[0].config, quantization),)
     # The samples of a sentence share its memory but are independent rows; the hypotheses of a beam share a cache.
     beam_size, num_samples = (spec.beam_size, 1) if keys is None else (1, keys.shape[1])
     capacity = min((*spec.cache_sizes, spec.max_length))
     cache_options = {"max_length": spec.max_length, "capacity": capacity, "beam_size": beam_size}
     members = [
         _start(prepared, src, _compute_config(member.config, quantization), num_samples, cache_options)
-        for prepared, member in zip(params, model, strict=True)
+        for prepared, member in zip(params, models, strict=True)
     ]
     step_fns, caches = zip(*members, strict=True)
 
@@ -141,7 +135,7 @@ def _start(
     return partial(apply, method="decode_step"), apply(memory, src_mask, method="init_cache", **cache_options)
 
 
-def _for_each(change: Callable[[Cache, Argument], Cache]) -> Callable[[Caches, Argument], Caches]:
+def _for_each(change: Callable[[Cache, Any], Cache]) -> Callable[[Caches, Any], Caches]:
     """Return a function that applies the same change to the cache of every member."""
     return lambda caches, argument: tuple(change(cache, argument) for cache in caches)
 

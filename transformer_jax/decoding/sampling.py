@@ -19,7 +19,7 @@ from transformer_jax.decoding.search import (
     keep_state,
     search_without_beam,
 )
-from transformer_jax.decoding.top_k import Constraints, mask_logits, token_log_probs
+from transformer_jax.decoding.top_k import Constraints, mask_logits
 
 
 def sample(
@@ -73,7 +73,6 @@ def sample_tokens(
     logits: Float[Array, "rows v"], keys: Key[Array, " rows"], sampling: Sampling, constraints: Constraints
 ) -> tuple[Float[Array, " rows"], Int[Array, " rows"]]:
     """Sample one token per row; return its log P under the model itself, -inf if none may be generated, and its id."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     masked, normalizer = mask_logits(logits, constraints)
     ids, values = None, masked / sampling.temperature
     if sampling.top_k or sampling.top_p < 1:
@@ -84,9 +83,4 @@ def sample_tokens(
     index = jax.vmap(jax.random.categorical)(keys, values)[:, None]
     tokens = index if ids is None else jnp.take_along_axis(ids, index, axis=1)
     token_logits = jnp.take_along_axis(masked, tokens, axis=1)
-    log_probs = jnp.where(token_logits == -jnp.inf, -jnp.inf, token_logits - normalizer)[:, 0]
-    forced = constraints.forced
-    if forced is None:
-        return log_probs, tokens[:, 0]
-    is_forced = forced >= 0
-    return jnp.where(is_forced, token_log_probs(logits, forced), log_probs), jnp.where(is_forced, forced, tokens[:, 0])
+    return jnp.where(token_logits == -jnp.inf, -jnp.inf, token_logits - normalizer)[:, 0], tokens[:, 0]

@@ -31,31 +31,28 @@ def top_k_tokens(
     Of equally probable tokens the lower id comes first. A token that may not be generated has log P = -inf and an
     arbitrary id.
     """
-    forced = constraints.forced
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     masked, normalizer = mask_logits(logits, constraints)
     values, ids = top_k(masked, k)
-    log_probs = jnp.where(values == -jnp.inf, -jnp.inf, values - normalizer)  # -inf - -inf would be NaN
-    if forced is None:
-        return log_probs, ids
-    is_forced, is_first = (forced >= 0)[:, None], (jnp.arange(k) == 0)[None]
-    forced_row = jnp.where(is_first, token_log_probs(logits, forced)[:, None], -jnp.inf)
-    return jnp.where(is_forced, forced_row, log_probs), jnp.where(is_forced, forced[:, None], ids)
-
-
-def token_log_probs(logits: Float[Array, "rows v"], tokens: Int[Array, " rows"]) -> Float[Array, " rows"]:
-    """Return log P of one token per row under the softmax over the complete vocabulary; negative ids read token 0."""
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(values == -jnp.inf, -jnp.inf, values - normalizer), ids  # -inf - -inf would be NaN
 
 
 def mask_logits(
     logits: Float[Array, "rows v"], constraints: Constraints
 ) -> tuple[Float[Array, "rows v"], Float[Array, "rows 1"]]:
-    """Return the logits, -inf for forbidden tokens and padding, and the normalizer to subtract from them for log P."""
-    forbidden = constraints.forbidden
-    impossible = forbidden | (jnp.arange(logits.shape[-1]) == constraints.pad_id)
-    normalized = jnp.where(forbidden[None], -jnp.inf, logits) if constraints.renormalize_logits else logits
-    return jnp.where(impossible[None], -jnp.inf, logits), jax.nn.logsumexp(normalized, axis=-1, keepdims=True)
+    """Return the logits, in at least float32, and the normalizer to subtract from them for log P.
+
+    Tokens that may not be generated have -inf. A forced token is normalized by the complete vocabulary.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    ids, forced = jnp.arange(logits.shape[-1])[None], constraints.forced
+    excluded = constraints.forbidden[None]
+    impossible = excluded | (ids == constraints.pad_id)
+    if forced is not None:
+        is_forced = (forced >= 0)[:, None]
+        excluded = excluded & ~is_forced
+        impossible = jnp.where(is_forced, ids != forced[:, None], impossible)
+    normalized = jnp.where(excluded, -jnp.inf, logits) if constraints.renormalize_logits else logits
+    return jnp.where(impossible, -jnp.inf, logits), jax.nn.logsumexp(normalized, axis=-1, keepdims=True)
 
 
 def top_k(x: Float[Array, "rows v"], k: int) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:

@@ -150,7 +150,7 @@ class Translator:
             keys = None if sampling is None else sample_keys(seed, lines, len(src), n_best)
             spec = self._search_spec(src.shape, source_lengths, [prefix_rows[index] for index in indices], n_best)
             options = {"quantization": self.config.decoding.quantization, "sampling": sampling, "keys": keys}
-            result: SearchResult = jax.device_get(search(prepared, src, spec, model=models, **options))
+            result: SearchResult = jax.device_get(search(prepared, src, spec, models=models, **options))
             return result
 
         batches = list(source_batches(rows, budget, self.config.model.pad_id, self.max_sequence_length))

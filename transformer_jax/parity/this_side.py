@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
-from transformer_jax.decoding.decode import search, search_spec
+from transformer_jax.decoding.decode import prepare, search, search_spec
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
@@ -120,8 +120,9 @@ class Side:
             max_length=max(limits),
             forbidden_ids=decoding.forbidden_ids,
         )
-        model = Transformer(self.config)
-        found = search(self.params, jnp.asarray(src, jnp.int32), spec, model=model, quantization=decoding.quantization)
+        params = (prepare(self.params, self.config, decoding.quantization),)
+        models, quantization = (Transformer(self.config),), decoding.quantization
+        found = search(params, jnp.asarray(src, jnp.int32), spec, models=models, quantization=quantization)
         tokens, lengths, scores = (np.asarray(leaf)[:, 0] for leaf in (found.tokens, found.lengths, found.scores))
         return [(row[:end].tolist(), float(score)) for row, end, score in zip(tokens, lengths, scores, strict=True)]
 
