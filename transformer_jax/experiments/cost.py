@@ -118,10 +118,11 @@ def params_report(recipe: str, vocab_size: int | None = None, flops: bool = Fals
     report: Report = {"recipe": recipe or "numbers"}
     configs = {report["recipe"]: config}
     if "ROWS" in module and "PAPER" in module:
-        configs = {name: module["get_config"](name) for name in module["ROWS"]}
-        millions = {name: module["PAPER"][name].millions for name in configs}
+        changes, paper = module["ROWS"], module["PAPER"]
+        configs = {name: module["get_config"](name) for name in changes}
         sizes = [FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE] if vocab_size is None else [vocab_size]
-        report["table"] = _table(configs, millions, module["ROWS"], sizes)
+        rows = [_row(name, configs[name], changes[name], paper[name].millions, sizes) for name in configs]
+        report["table"] = {"vocab_sizes": sizes, "rows": rows}
         configs = {name: config for name, config in configs.items() if name in PAPER_COSTS}
     else:
         model = _with_vocab_size(config.model, vocab_size)
@@ -139,26 +140,18 @@ def _with_vocab_size(model: ModelConfig, vocab_size: int | None) -> ModelConfig:
     return dataclasses.replace(model, vocab_size=vocab_size, source_vocab_size=source)
 
 
-def _table(
-    configs: dict[str, Config], millions: dict[str, int | None], changes: dict[str, dict[str, object]], sizes: list[int]
-) -> Report:
-    """Return the parameters of Table 3's rows for each vocabulary size, next to the paper's."""
-    rows = []
-    for name, config in configs.items():
-        # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
-        models = [dataclasses.replace(_with_vocab_size(config.model, v), attention_bias=True) for v in sizes]
-        counts = [parameters_by_part(model)["total"] for model in models]
-        paper = millions[name]
-        rows.append(
-            {
-                "row": name,
-                "change": ", ".join(f"{key.partition('.')[2]} {value}" for key, value in changes[name].items()),
-                "parameters": counts,
-                "paper_millions": paper,
-                "match": [None if paper is None else round(count / 1e6) == paper for count in counts],
-            }
-        )
-    return {"vocab_sizes": sizes, "rows": rows}
+def _row(name: str, config: Config, changes: dict[str, object], paper: int | None, sizes: list[int]) -> Report:
+    """Return the parameters of a row of Table 3 for each vocabulary size, next to the paper's number in millions."""
+    # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
+    models = [dataclasses.replace(_with_vocab_size(config.model, size), attention_bias=True) for size in sizes]
+    counts = [parameters_by_part(model)["total"] for model in models]
+    return {
+        "row": name,
+        "change": ", ".join(f"{key.partition('.')[2]} {value}" for key, value in changes.items()),
+        "parameters": counts,
+        "paper_millions": paper,
+        "match": [None if paper is None else round(count / 1e6) == paper for count in counts],
+    }
 
 
 def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
@@ -180,7 +173,7 @@ def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
 def render(report: Report) -> str:
     """Return a report of `params_report` as text."""
     if "table" in report:
-        lines = [*_table_lines(report["table"])]
+        lines = list(_table_lines(report["table"]))
     else:
         lines = [f"{report['recipe']}, vocabulary {report['vocab_size']:,}"]
         lines += [f"  {part:11} {count:>13,}" for part, count in report["parameters"].items()]
