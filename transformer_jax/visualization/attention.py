@@ -28,20 +28,12 @@ Style = Literal["lines", "map"]
 
 _maps = jax.jit(attention_maps, static_argnums=0)
 
-
-class _Place(NamedTuple):
-    """Where the weights of one kind are in the model, and their name in a figure."""
-
-    stack: Literal["encoder", "decoder"]
-    module: str
-    title: str
-
-
-_PLACES: dict[Kind, _Place] = {
-    "encoder": _Place("encoder", "self_attention", "Encoder self-attention"),
-    "decoder": _Place("decoder", "self_attention", "Decoder self-attention"),
-    "cross": _Place("decoder", "cross_attention", "Cross-attention"),
+_PLACES: dict[Kind, tuple[str, str, str]] = {
+    "encoder": ("encoder", "self_attention", "Encoder self-attention"),
+    "decoder": ("decoder", "self_attention", "Decoder self-attention"),
+    "cross": ("decoder", "cross_attention", "Cross-attention"),
 }
+"""The stack and the module that compute the weights of each kind, and the title of a figure of them."""
 _CELL = 0.19
 """Inches for a token in a figure."""
 _FAINTEST = 0.01
@@ -128,9 +120,9 @@ def attention_of(translator: Translator, sentence: str, target: str | None = Non
     read, written = (tuple(tokenizers.target.pieces(ids)) for ids in (tgt_in, tgt_out))
     tokens = {"encoder": (source, source), "decoder": (read, read), "cross": (written, source)}
     maps = {}
-    for kind, place in _PLACES.items():
-        layers = range(getattr(model, place.stack).num_layers)
-        found = [np.asarray(weights[f"{place.stack}/layer_{i}/{place.module}"][0], np.float32) for i in layers]
+    for kind, (stack, module, _) in _PLACES.items():
+        layers = range(getattr(model, stack).num_layers)
+        found = [np.asarray(weights[f"{stack}/layer_{i}/{module}"][0], np.float32) for i in layers]
         maps[kind] = Maps(*tokens[kind], np.stack(found))
     return Attention(run, sentence, text, target is not None, maps)
 
@@ -189,7 +181,7 @@ def attention_page(attention: Attention, view: View) -> str:
 def _write_figure(attention: Attention, output: Path, view: View) -> None:
     layer, maps = view.layer_in(attention), attention.maps[view.kind]
     named = heads_of(maps, layer, view.head)
-    title = f"{_PLACES[view.kind].title}, layer {layer} of {len(maps.weights)}"
+    title = f"{_PLACES[view.kind][2]}, layer {layer} of {len(maps.weights)}"
     if len(named) == 1:
         title += f", {next(iter(named))}"
     queries, keys = len(maps.queries), len(maps.keys)
@@ -206,15 +198,13 @@ def _write_figure(attention: Attention, output: Path, view: View) -> None:
     width, height = 1.2 + columns * max(1.2, _CELL * keys), 1.2 + rows * max(1.2, _CELL * queries)
     with drawing(output, width, height) as figure:
         figure.suptitle(title)
-        grid = figure.subplots(rows, columns, squeeze=False)
         largest = max(weights.max() for weights in named.values())
-        for axes in grid.flat[len(named) :]:
-            axes.set_axis_off()
-        for place, (axes, (name, weights)) in enumerate(zip(grid.flat, named.items(), strict=False)):
+        for place, (name, weights) in enumerate(named.items()):
+            axes = figure.add_subplot(rows, columns, place + 1)
             image = draw_map(axes, maps, weights, largest, has_keys=place < columns, has_queries=place % columns == 0)
             if len(named) > 1:
                 axes.set_xlabel(name)
-        figure.colorbar(image, ax=grid, shrink=0.6)
+        figure.colorbar(image, ax=figure.axes, shrink=0.6)
 
 
 def heads_of(maps: Maps, layer: int, head: int | str) -> dict[str, np.ndarray]:

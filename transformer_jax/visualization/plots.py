@@ -19,6 +19,7 @@ from transformer_jax.data.loader import plan_batches
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.presets import load_recipe
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import check_writable, read_json_lines
 from transformer_jax.training.optimizer import make_schedule
 from transformer_jax.types import UserError
@@ -176,9 +177,8 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
         UserError: There is no such run, recipe or panel; there is nothing to plot; matplotlib is not installed; or the
             file cannot be written.
     """
-    unknown = set(panels) - set(get_args(Panel))
-    if unknown:
-        raise UserError(f"panels has {', '.join(sorted(unknown))}; legal: {', '.join(get_args(Panel))}")
+    unknown = sorted(set(panels) - set(get_args(Panel)))
+    require(not unknown, f"panels has {', '.join(unknown)}; legal: {', '.join(get_args(Panel))}")
     check_writable(output)
     subjects = [load_subject(name) for name in names]
     pictures: list[tuple[str, Callable[[Axes], None]]] = []
@@ -189,18 +189,13 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
         curves = [_curves(panel, subject, is_asked=bool(panels)) for subject in subjects]
         if any(curves):
             pictures.append((panel, partial(_draw_curves, panel, list(zip(subjects, curves, strict=True)))))
-    if not pictures:
-        raise UserError(
-            f"{', '.join(names)}: nothing to plot: {', '.join(panels)} needs the metrics or the corpus of a run"
-        )
+    nothing = f"{', '.join(names)}: nothing to plot: {', '.join(panels)} needs the metrics or the corpus of a run"
+    require(pictures, nothing)
     columns = min(3, len(pictures))
     rows = math.ceil(len(pictures) / columns)
     with drawing(output, 4.4 * columns, 3.2 * rows) as figure:
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes in grid.flat[len(pictures) :]:
-            axes.set_axis_off()
-        for axes, (_, draw) in zip(grid.flat, pictures, strict=False):
-            draw(axes)
+        for place, (_, draw) in enumerate(pictures, 1):
+            draw(figure.add_subplot(rows, columns, place))
     return [name for name, _ in pictures]
 
 
@@ -220,8 +215,7 @@ def _draw_curves(panel: Panel, drawn: Sequence[tuple[Subject, list[Curve]]], axe
     has_legend = sum(bool(curves) for _, curves in drawn) > 1
     for place, (subject, curves) in enumerate(drawn):
         for curve in curves:
-            names = [subject.name] if len(drawn) > 1 else []
-            label = ", ".join([*names, *([curve.note] if curve.note else [])])
+            label = ", ".join(filter(None, [subject.name if len(drawn) > 1 else "", curve.note]))
             has_legend |= bool(curve.note)
             axes.plot(curve.x, curve.y, color=COLORS[place % len(COLORS)], label=label, **curve.style)
     axes.set_xlabel(labels.x)
