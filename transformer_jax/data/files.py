@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.pairs import Pairs, Split, clean_sentence, column_names
+from transformer_jax.data.pairs import Pairs, Split, check_column, clean_sentence, column_names
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import parse_json
 from transformer_jax.types import UserError
 
@@ -62,10 +63,7 @@ def read_jsonl(config: DataConfig, split: Split) -> Pairs:
         if not isinstance(row, dict):
             raise UserError(f"{where}: {line:.80}; each line must be a JSON object")
         for name, side in zip(names, sides, strict=True):
-            if name not in row:
-                raise UserError(
-                    f"{where}: no key {name!r} among {list(row)}; set data.source_column and data.target_column"
-                )
+            check_column(name, row, where, "key")
             side.append(clean_sentence(row[name], f"{where}, key {name!r}"))
     return Pairs(sides[0], sides[1], str(path))
 
@@ -126,8 +124,7 @@ def _find(config: DataConfig, split: Split, suffix: str) -> Path:
     name = f"{getattr(config, split)}.{suffix}"
     paths = [Path(config.directory).expanduser() / (name + packed) for packed in ("", ".gz", ".xz", ".zst")]
     found = [path for path in paths if path.is_file()]
-    if len(found) > 1:
-        raise UserError(f"{' and '.join(map(str, found))} both exist; remove all but one")
+    require(len(found) < 2, f"{' and '.join(map(str, found))} both exist; remove all but one")
     if not found:
         raise UserError(
             f"no file {', '.join(map(str, paths[:-1]))} or {paths[-1]}; the docstring of the config says how to get "

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from transformer_jax.config import DataConfig
-from transformer_jax.data.pairs import LazyColumn, Pairs, Split, clean_sentence, column_names
+from transformer_jax.data.pairs import LazyColumn, Pairs, Split, check_column, clean_sentence, column_names
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError, first_line
 
 if TYPE_CHECKING:
@@ -52,10 +53,8 @@ def _load_dataset(config: DataConfig, split: Split, split_name: str) -> "dataset
     with _user_errors(f"data.directory {directory!r}: not a data set written by save_to_disk"):
         loaded = datasets.load_from_disk(directory)
     if isinstance(loaded, datasets.DatasetDict):
-        if split_name not in loaded:
-            raise UserError(
-                f"data.directory {directory!r}: no split {split_name!r} (data.{split}) among {list(loaded)}"
-            )
+        wanted = f"data.directory {directory!r}: no split {split_name!r} (data.{split})"
+        require(split_name in loaded, f"{wanted} among {list(loaded)}")
         return loaded[split_name]
     if split != "train":
         raise UserError(
@@ -68,11 +67,7 @@ def _load_dataset(config: DataConfig, split: Split, split_name: str) -> "dataset
 def _huggingface_column(rows: "datasets.Dataset", name: str, origin: str) -> LazyColumn:
     nested = rows.features.get("translation")
     languages = list(getattr(nested, "languages", None) or (nested if isinstance(nested, dict) else ()))
-    if name not in rows.column_names and name not in languages:
-        raise UserError(
-            f"{origin}: no column {name!r} among {rows.column_names + languages}; "
-            "set data.source_column and data.target_column"
-        )
+    check_column(name, rows.column_names + languages, origin)
     column = name if name in rows.column_names else "translation"
     table = rows.select_columns([column]).with_format(None)
 
@@ -113,10 +108,7 @@ def read_tfds(config: DataConfig, split: Split) -> Pairs:
             ) from error
         features = sorted(builder.info.features)
     for name in column_names(config):
-        if name not in features:
-            raise UserError(
-                f"{origin}: no feature {name!r} among {features}; set data.source_column and data.target_column"
-            )
+        check_column(name, features, origin, "feature")
     source, target = (_tfds_column(rows, name, origin) for name in column_names(config))
     return Pairs(source, target, origin)
 

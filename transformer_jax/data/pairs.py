@@ -1,10 +1,11 @@
 """Store sentence pairs as two columns of text of equal length."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
 from transformer_jax.config import DataConfig
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError
 
 Split = Literal["train", "valid", "test"]
@@ -26,8 +27,7 @@ class Pairs:
                 f"{self.origin}: {len(self.source)} source sentences and {len(self.target)} target sentences; "
                 "sentence n of one side must be the translation of sentence n of the other"
             )
-        if not self.source:
-            raise UserError(f"{self.origin}: no sentence pairs; the corpus is empty")
+        require(self.source, f"{self.origin}: no sentence pairs; the corpus is empty")
 
     def __len__(self) -> int:
         return len(self.source)
@@ -53,13 +53,10 @@ class LazyColumn(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            if step != 1:
-                return [self[row] for row in range(start, stop, step)]
-            return self._fetch(start, stop) if start < stop else []
-        row = range(self._length)[index]
-        return self._fetch(row, row + 1)[0]
+        rows = range(self._length)[index]
+        if isinstance(rows, int):
+            return self._fetch(rows, rows + 1)[0]
+        return self._fetch(rows.start, rows.stop) if rows.step == 1 and rows else [self[row] for row in rows]
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, self._length, _ROWS_AT_ONCE):
@@ -69,6 +66,13 @@ class LazyColumn(Sequence[str]):
 def column_names(config: DataConfig) -> list[str]:
     """Return the names of the source and the target column of a table. By default these are the languages."""
     return [config.source_column or config.source_language, config.target_column or config.target_language]
+
+
+def check_column(name: str, names: Collection[str], where: str, kind: str = "column") -> None:
+    """Raise UserError unless `name` is one of the names of a table's columns."""
+    if name not in names:
+        found = f"{where}: no {kind} {name!r} among {list(names)}"
+        raise UserError(f"{found}; set data.source_column and data.target_column")
 
 
 def clean_sentence(value: object, where: str) -> str:
