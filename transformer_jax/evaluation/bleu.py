@@ -137,11 +137,12 @@ def bleu_variants(
     - The script that was released with the paper: tokens with plain quotes and with compounds split at their hyphens,
       cased. Higher than 13a.
     """
-    moses, sides = Moses(language), (list(translations), list(references))
+    sides = [list(translations), list(references)]
     if is_tokenized:
-        texts, tokens, plain = [moses.detokenize(lines) for lines in sides], list(sides), list(sides)
+        texts, tokens, plain = [moses_detokenize(lines, language) for lines in sides], sides, sides
         prefix, name = f"detokenized ({VERSION}, {language}), ", "tokens of the corpus"
-        changed = sum(again != line for again, line in zip(moses.tokenize(texts[1]), references, strict=True))
+        again = moses_tokenize(texts[1], language)
+        changed = sum(tokenized != line for tokenized, line in zip(again, references, strict=True))
         if changed:
             warnings.warn(
                 f"detokenization is not exact: {changed} of {len(references)} references differ after detokenizing and "
@@ -149,8 +150,8 @@ def bleu_variants(
                 stacklevel=2,
             )
     else:
-        texts, tokens = list(sides), [moses.tokenize(lines) for lines in sides]
-        plain = [moses.tokenize([plain_quotes(line) for line in lines]) for lines in sides]
+        texts, tokens = sides, [moses_tokenize(lines, language) for lines in sides]
+        plain = [moses_tokenize([plain_quotes(line) for line in lines], language) for lines in sides]
         prefix, name = "", f"Moses tokens ({VERSION}, {language})"
     found = []
     for label, (ours, theirs), tokenize in (
@@ -177,27 +178,22 @@ def plain_quotes(text: str) -> str:
     return text.translate(_QUOTES).replace("&quot;", '"').replace("&apos;", "'")
 
 
-class Moses:
-    """Moses' tokenizer and detokenizer of one language.
+def moses_tokenize(texts: Sequence[str], language: str) -> list[str]:
+    """Return Moses' tokens separated by spaces, with `&`, quotes and brackets escaped as in the original script.
 
-    >>> moses = Moses("en")
-    >>> moses.tokenize(["It's a test, isn't it?"])
+    Moses uses the rules of English for a two-letter code of a language that it does not have.
+
+    >>> moses_tokenize(["It's a test, isn't it?"], "en")
     ['It &apos;s a test , isn &apos;t it ?']
-    >>> moses.detokenize(["It &apos;s a test , isn &apos;t it ?"])
-    ["It's a test, isn't it?"]
     """
+    moses = MosesTokenizer(language)
+    return [moses.tokenize(text, return_str=True) for text in texts]
 
-    def __init__(self, language: str) -> None:
-        # A two-letter code. Moses uses the rules of English for a language that it does not have.
-        self._tokenizer, self._detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
 
-    def tokenize(self, texts: Sequence[str]) -> list[str]:
-        """Return tokens separated by spaces; `&`, quotes and brackets are escaped, as in the original script."""
-        return [self._tokenizer.tokenize(text, return_str=True) for text in texts]
-
-    def detokenize(self, texts: Sequence[str]) -> list[str]:
-        """Join tokens into plain text, which may differ from the text before tokenization."""
-        return [self._detokenizer.detokenize(text.split()) for text in texts]
+def moses_detokenize(texts: Sequence[str], language: str) -> list[str]:
+    """Join Moses' tokens into plain text, which may differ from the text before tokenization."""
+    moses = MosesDetokenizer(language)
+    return [moses.detokenize(text.split()) for text in texts]
 
 
 def split_compounds(text: str) -> str:

@@ -13,7 +13,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.data.corpus import read_split
 from transformer_jax.data.pairs import Pairs
 from transformer_jax.decoding.translator import Translator
-from transformer_jax.evaluation.bleu import Moses, bleu_variants, resample, score_corpus, tokenization_of
+from transformer_jax.evaluation.bleu import bleu_variants, moses_detokenize, resample, score_corpus, tokenization_of
 from transformer_jax.evaluation.validation import (
     CorpusEvaluation,
     check_complete,
@@ -85,7 +85,7 @@ def evaluate_runs(
             result["variants"] = [dataclasses.asdict(variant) for variant in variants]
             result["resampled"] = _resampled(evaluation, first, kind, lowercase, num_samples) if num_samples else []
             if output is not None:
-                lines = Moses(code).detokenize(sides[0]) if is_tokenized else sides[0]
+                lines = moses_detokenize(sides[0], code) if is_tokenized else sides[0]
                 write_atomically(Path(output), "".join(line + "\n" for line in lines))
         first = first or evaluation
         yield result
