@@ -1,12 +1,11 @@
 """Presets, which are the choices of the paper and of other implementations by name, and loading of recipe files."""
 
-import importlib.util
 import inspect
 import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 from transformer_jax.config import (
     RENAMED_FIELDS,
@@ -163,13 +162,10 @@ def load_recipe(recipe: str) -> Config:
         )
     if path.endswith(".json"):
         return Config.load(Path(path))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
+    if not path.endswith(".py"):
         raise UserError(f"{path} is not a Python file. Pass a .py file that defines get_config()")
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        config = _call_get_config(module, path, name)
+        config = _call_get_config(runpy.run_path(path).get("get_config"), path, name)
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: {error.msg}") from error
     except TypeError as error:  # of the constructor of a section, at the top level of the file or in a function
@@ -183,9 +179,8 @@ def load_recipe(recipe: str) -> Config:
     return config
 
 
-def _call_get_config(module: ModuleType, path: str, name: str) -> object:
+def _call_get_config(get_config: object, path: str, name: str) -> object:
     """Call a recipe file's `get_config` with `name`, if there is one, and return the result."""
-    get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise UserError(f"{path} defines no get_config(). Add a function get_config() that returns a Config")
     if name and not inspect.signature(get_config).parameters:
