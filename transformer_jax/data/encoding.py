@@ -193,10 +193,7 @@ def _load(directory: Path, model: ModelConfig) -> EncodedPairs | None:
             if file_sha256(path) != manifest["sha256"][name]:
                 return None
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-        report = manifest["report"]
-        if report and "odd" in report:  # the name in caches of runs of format 1
-            report["length_ratio"] = report.pop("odd")
-        report = report and FilterReport(**report)
+        report = manifest["report"] and FilterReport(**manifest["report"])
         return EncodedPairs(**arrays, source_eos=model.source_eos, source_bos=model.source_bos, report=report)
     except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None

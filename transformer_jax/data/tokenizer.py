@@ -180,11 +180,11 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         except Exception as error:  # the library has no exception type of its own
             raise UserError(f"the tokenizer cannot encode the text: {first_line(error)}") from error
         hidden = {self.pad_id, self.bos_id, self.eos_id}
-        return [row if hidden.isdisjoint(row) else self._without(hidden, row) for row in rows]
-
-    def _without(self, hidden: set[int], row: list[int]) -> list[int]:
-        ids = [self.unk_id if i in hidden else i for i in row]
-        return [i for i in ids if i is not None]
+        for number, row in enumerate(rows):
+            if not hidden.isdisjoint(row):
+                ids = (self.unk_id if i in hidden else i for i in row)
+                rows[number] = [i for i in ids if i is not None]
+        return rows
 
     def _state(self) -> dict[str, object]:
         return {"special": self.special_ids} | super()._state()
