@@ -52,10 +52,10 @@ def align(
         raise UserError(f"layer is {layer}; the decoder has layers 1 to {min(depths)}")
     model = translator.config.model
     sources = translator.encode(texts, warn=False)  # `translate_n_best` has warned of truncated lines
-    order = [(text, rank) for text, hypotheses in enumerate(translations) for rank in range(len(hypotheses))]
-    src = [sources[text] for text, _ in order]
-    tgt = [list(translations[text][rank].token_ids) for text, rank in order]
-    weights: list[np.ndarray] = [np.zeros((0, 0))] * len(order)
+    texts_of = [text for text, hypotheses in enumerate(translations) for _ in hypotheses]
+    src = [sources[text] for text in texts_of]
+    tgt = [list(hypothesis.token_ids) for hypotheses in translations for hypothesis in hypotheses]
+    weights: list[np.ndarray] = [np.zeros((0, 0))] * len(tgt)
     heads = max(member.config.decoder.num_heads for member in translator.members)
     lengths = [len(ids) for ids in src], [len(ids) for ids in tgt]
     for chosen, (size, source_length, target_length) in pair_batches(
@@ -63,26 +63,21 @@ def align(
     ):
         src_ids = pad([src[index] for index in chosen], (size, source_length), model.pad_id)
         tgt_in = pad([[model.start_id, *tgt[index][:-1]] for index in chosen], (size, target_length), model.pad_id)
-        attention = []
-        for member, depth in zip(translator.members, depths, strict=True):
-            index = (layer or max(depth - 1, 1)) - 1
-            attention.append(_cross_attention(Transformer(member.config), member.params, src_ids, tgt_in, index))
-        mean = np.mean(jax.device_get(attention), axis=0)
-        for row, index in enumerate(chosen):
-            weights[index] = mean[row]
+        attention = [
+            _cross_attention(Transformer(one.config), one.params, src_ids, tgt_in, (layer or max(depth - 1, 1)) - 1)
+            for one, depth in zip(translator.members, depths, strict=True)
+        ]
+        for index, mean in zip(chosen, np.mean(jax.device_get(attention), axis=0), strict=False):
+            weights[index] = mean
     results: list[list[Alignment]] = [[] for _ in texts]
-    for (text, _), source_ids, target_ids, attended in zip(order, src, tgt, weights, strict=True):
+    for text, source_ids, target_ids, attended in zip(texts_of, src, tgt, weights, strict=True):
         words = slice(int(model.source_bos), len(source_ids) - model.source_eos)
         source = source_ids[words]
         target = target_ids[: len(target_ids) - (target_ids[-1:] == [model.eos_id])]
-        best = attended[: len(target), words].argmax(axis=1) if source and target else []
-        results[text].append(
-            Alignment(
-                tuple(translator.tokenizers.source.pieces(source)),
-                tuple(translator.tokenizers.target.pieces(target)),
-                tuple((int(source_index), target_index) for target_index, source_index in enumerate(best)),
-            )
-        )
+        best = attended[: len(target), words].argmax(axis=1).tolist() if source and target else []
+        tokens = translator.tokenizers.source.pieces(source), translator.tokenizers.target.pieces(target)
+        pairs = tuple((source_index, target_index) for target_index, source_index in enumerate(best))
+        results[text].append(Alignment(tuple(tokens[0]), tuple(tokens[1]), pairs))
     return results
 
 

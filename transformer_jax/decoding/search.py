@@ -139,8 +139,7 @@ def take_hypotheses(hypotheses: SearchResult, index: Int[Array, "#b n"]) -> Sear
     """Return the hypotheses at these indices of each sentence."""
 
     def take_leaf(leaf: Array) -> Array:
-        broadcast = jnp.broadcast_to(index, (leaf.shape[0], index.shape[-1]))
-        return jnp.take_along_axis(leaf, broadcast.reshape(broadcast.shape + (1,) * (leaf.ndim - 2)), axis=1)
+        return jnp.take_along_axis(leaf, index.reshape(index.shape + (1,) * (leaf.ndim - 2)), axis=1)
 
     return jax.tree.map(take_leaf, hypotheses)
 

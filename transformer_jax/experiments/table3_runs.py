@@ -86,11 +86,10 @@ def render(results: Sequence[Result]) -> str:
 
 def rank_correlation(results: Sequence[Result]) -> float:
     """Return Spearman's rank correlation of our perplexities and the paper's, or NaN if it is undefined."""
-    sides = [perplexity_of(result) for result in results], [PAPER[result["row"]].perplexity for result in results]
-    ours, paper = (_ranks(np.array(side)) for side in sides)
-    if len(results) < 2 or ours.std() == 0 or paper.std() == 0:
-        return float("nan")
-    return float(np.corrcoef(ours, paper)[0, 1])
+    sides = np.array([[perplexity_of(result), PAPER[result["row"]].perplexity] for result in results]).T[:, :, None]
+    others = sides.swapaxes(1, 2)
+    ranks = ((others < sides).sum(axis=2) + (others <= sides).sum(axis=2) + 1) / 2  # the mean rank of equal values
+    return float(np.corrcoef(ranks)[0, 1]) if ranks.std(axis=1).all() else float("nan")
 
 
 def _change(base: Config, config: Config) -> str:
@@ -112,12 +111,6 @@ def _add(file: Path, result: Result) -> None:
     # The file is read again, because another process may have added other rows during training.
     results = _read(file) | {result["row"]: result}
     write_atomically(file, "".join(to_json(results[name]) + "\n" for name in PAPER if name in results))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    below, up_to = (values < values[:, None]).sum(axis=1), (values <= values[:, None]).sum(axis=1)
-    ranks: np.ndarray = (below + up_to + 1) / 2
-    return ranks
 
 
 def plot_table3(results: Sequence[Result], output: Path) -> None:
