@@ -9,8 +9,7 @@ import pytest
 from search_cases import EOS, PAD, UNK, Model, penalty, quick_jit, spec
 
 from transformer_jax.config import Sampling
-from transformer_jax.decoding.sampling import sample, sample_tokens
-from transformer_jax.decoding.search import SearchResult, greedy_search
+from transformer_jax.decoding.search import SearchResult, greedy_search, sample, sample_tokens
 from transformer_jax.decoding.top_k import Constraints
 from transformer_jax.types import UserError
 

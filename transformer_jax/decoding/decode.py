@@ -17,8 +17,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, ModelConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.beam_search import beam_search
-from transformer_jax.decoding.sampling import sample
-from transformer_jax.decoding.search import SearchResult, SearchSpec, StepFn, greedy_search
+from transformer_jax.decoding.search import SearchResult, SearchSpec, StepFn, greedy_search, sample
 from transformer_jax.model.cache import Cache, reorder_cache, resize_cache
 from transformer_jax.model.masks import padding_mask
 from transformer_jax.model.transformer import Transformer, abstract_params, prepare_for_decoding

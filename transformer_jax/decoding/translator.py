@@ -15,8 +15,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config, DecodingConfig, Sampling
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.decoding.decode import Member, load_member, prepare, run_params, search, search_spec
-from transformer_jax.decoding.sampling import sample_keys
-from transformer_jax.decoding.search import SearchResult, SearchSpec
+from transformer_jax.decoding.search import SearchResult, SearchSpec, sample_keys
 from transformer_jax.model.positional import max_sequence_length
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import gather
