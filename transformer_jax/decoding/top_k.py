@@ -44,13 +44,12 @@ def mask_logits(
     Tokens that may not be generated have -inf. A forced token is normalized by the complete vocabulary.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    ids, forced = jnp.arange(logits.shape[-1])[None], constraints.forced
-    excluded = constraints.forbidden[None]
-    impossible = excluded | (ids == constraints.pad_id)
+    ids, forced = jnp.arange(logits.shape[-1]), constraints.forced
+    excluded, impossible = constraints.forbidden[None], (constraints.forbidden | (ids == constraints.pad_id))[None]
     if forced is not None:
         is_forced = (forced >= 0)[:, None]
-        excluded = excluded & ~is_forced
-        impossible = jnp.where(is_forced, ids != forced[:, None], impossible)
+        excluded &= ~is_forced
+        impossible = jnp.where(is_forced, ids[None] != forced[:, None], impossible)
     normalized = jnp.where(excluded, -jnp.inf, logits) if constraints.renormalize_logits else logits
     return jnp.where(impossible, -jnp.inf, logits), jax.nn.logsumexp(normalized, axis=-1, keepdims=True)
 
