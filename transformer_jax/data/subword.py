@@ -98,20 +98,16 @@ class SubwordTokenizer(WordTokenizer):
         super().__init__("subword_nmt", vocabulary, special)
         self._merges = [(left, right) for left, right in merges]
         self._ranks = {pair: rank for rank, pair in reversed(list(enumerate(self._merges)))}
-        self._pieces = lru_cache(maxsize=100_000)(self._split)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Pieces outside the vocabulary give `unk_id`."""
-        return [
-            [self._id(piece, line) for word in text.split() for piece in self._pieces(word)]
-            for line, text in enumerate(texts, 1)
-        ]
+        self._pieces = lru_cache(maxsize=100_000)(self._split_word)
 
     def plain(self, text: str) -> str:
         """Return the text with single spaces between its words, as `decode` would write it."""
         return " ".join(text.split())
 
-    def _split(self, word: str) -> tuple[str, ...]:
+    def _split(self, text: str) -> list[str]:
+        return [piece for word in text.split() for piece in self._pieces(word)]
+
+    def _split_word(self, word: str) -> tuple[str, ...]:
         stretch = len(word) if len(word) <= 1000 else 200  # the time is quadratic in the length of a stretch
         letters = [*word[:-1], word[-1] + _END]
         pieces = [p for start in range(0, len(word), stretch) for p in self._merge(letters[start : start + stretch])]

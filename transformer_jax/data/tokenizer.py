@@ -204,7 +204,10 @@ class WordTokenizer(Tokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Words outside the vocabulary give `unk_id`."""
-        return [[self._id(word, line) for word in _words(self.kind, text)] for line, text in enumerate(texts, 1)]
+        return [[self._id(word, line) for word in self._split(text)] for line, text in enumerate(texts, 1)]
+
+    def _split(self, text: str) -> list[str]:
+        return _words(self.kind, text)
 
     def _id(self, word: str, line: int) -> int:
         word_id = self._ids.get(word, self.unk_id)
