@@ -134,10 +134,8 @@ def test_positional_encodings_of_recipes(drawn, tmp_path):
 def test_learned_positions_come_from_the_run(monkeypatch, tmp_path):
     config = Config(model=ModelConfig(d_model=4, num_heads=2, positions="learned", max_length=258, position_offset=2))
     table = np.arange(258 * 4, dtype=np.float32).reshape(258, 4)
-    monkeypatch.setattr("transformer_jax.checkpoint.checkpoint.resolve_checkpoint", lambda *_: None)
-    monkeypatch.setattr(
-        "transformer_jax.checkpoint.checkpoint.load_params", lambda *_: {"source_positions": {"table": table}}
-    )
+    params = {"source_positions": {"table": table}}
+    monkeypatch.setattr("transformer_jax.decoding.decode.run_params", lambda *_: params)
     found = plots.positional_encoding(Subject("run", config, plots.RunDir(tmp_path)))
     np.testing.assert_array_equal(found, table[2:102])
 

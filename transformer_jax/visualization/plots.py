@@ -135,31 +135,21 @@ def positional_encoding(subject: Subject) -> np.ndarray:
         return sinusoids(_NUM_POSITIONS, model.d_model, model.positions, model.position_exponent, model.position_offset)
     if subject.run is None:
         raise UserError(f"{subject.name}: model.positions is 'learned', so only a run has them: name a run")
-    from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint
-    from transformer_jax.model.transformer import abstract_params
+    from transformer_jax.decoding.decode import run_params
 
-    chosen = subject.config.decoding.checkpoint
-    checkpoint = resolve_checkpoint(subject.run, chosen, subject.config.training.best_by)
-    params = load_params(checkpoint, abstract_params(model))
+    params = run_params(subject.run, subject.config)
     return np.asarray(params["source_positions"]["table"], np.float32)[model.position_offset :][:_NUM_POSITIONS]
 
 
-class _Plot(NamedTuple):
-    """The axis labels of a panel, and the function that returns a subject's curves in it."""
-
-    x: str
-    y: str
-    curves: Callable[[Subject], list[Curve]]
-
-
-_PLOTS: dict[Panel, _Plot] = {
-    "loss": _Plot("step", "training loss", partial(logged, value="loss")),
-    "valid_loss": _Plot("step", "validation loss", partial(logged, value="valid_loss")),
-    "bleu": _Plot("step", "validation BLEU", partial(logged, value="valid_bleu")),
-    "learning_rate": _Plot("step", "learning rate", learning_rates),
-    "lengths": _Plot("tokens", "% of training pairs", lengths),
-    "padding": _Plot("longer side of the batch, tokens", "% padding of a batch", padding),
+_PLOTS: dict[Panel, tuple[str, str, Callable[[Subject], list[Curve]]]] = {
+    "loss": ("step", "training loss", partial(logged, value="loss")),
+    "valid_loss": ("step", "validation loss", partial(logged, value="valid_loss")),
+    "bleu": ("step", "validation BLEU", partial(logged, value="valid_bleu")),
+    "learning_rate": ("step", "learning rate", learning_rates),
+    "lengths": ("tokens", "% of training pairs", lengths),
+    "padding": ("longer side of the batch, tokens", "% padding of a batch", padding),
 }
+"""The labels of the x and the y axis of a panel, and the function that returns a subject's curves in it."""
 
 
 def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> list[str]:
@@ -201,8 +191,9 @@ def plot(names: Sequence[str], output: Path, panels: Sequence[Panel] = ()) -> li
 
 def _curves(panel: Panel, subject: Subject, *, is_asked: bool) -> list[Curve]:
     """Return a subject's curves. A corpus that cannot be read is an error only if the panel was asked for."""
+    _, _, curves = _PLOTS[panel]
     try:
-        return _PLOTS[panel].curves(subject)
+        return curves(subject)
     except UserError as error:
         if is_asked:
             raise
@@ -211,15 +202,15 @@ def _curves(panel: Panel, subject: Subject, *, is_asked: bool) -> list[Curve]:
 
 
 def _draw_curves(panel: Panel, drawn: Sequence[tuple[Subject, list[Curve]]], axes: "Axes") -> None:
-    labels = _PLOTS[panel]
+    x_label, y_label, _ = _PLOTS[panel]
     has_legend = sum(bool(curves) for _, curves in drawn) > 1
     for place, (subject, curves) in enumerate(drawn):
         for curve in curves:
             label = ", ".join(filter(None, [subject.name if len(drawn) > 1 else "", curve.note]))
             has_legend |= bool(curve.note)
             axes.plot(curve.x, curve.y, color=COLORS[place % len(COLORS)], label=label, **curve.style)
-    axes.set_xlabel(labels.x)
-    axes.set_ylabel(labels.y)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.locator_params(axis="x", nbins=6)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

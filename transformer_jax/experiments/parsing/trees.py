@@ -31,12 +31,10 @@ class Tree(NamedTuple):
 
     def leaves(self) -> Iterator["Tree"]:
         """Yield the words from left to right."""
-        pending = [self]
-        while pending:
-            tree = pending.pop()
-            if tree.word:
-                yield tree
-            pending.extend(reversed(tree.children))
+        if self.word:
+            yield self
+        for child in self.children:
+            yield from child.leaves()
 
     def __str__(self) -> str:
         """Return the tree in bracket form."""
