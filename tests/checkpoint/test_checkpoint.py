@@ -24,6 +24,7 @@ from transformer_jax.checkpoint.checkpoint import (
     read_history,
     resolve_checkpoint,
     save_params,
+    write_checkpoint_manifest,
 )
 from transformer_jax.checkpoint.manifest import verify
 from transformer_jax.checkpoint.recovery import recover
@@ -227,6 +228,7 @@ def test_differences_from_another_model_are_listed(stored, expected, message, tm
 
 def test_a_folder_that_is_not_a_checkpoint_raises(tmp_path):
     (tmp_path / "a" / "state").mkdir(parents=True)
-    for name in ("a", "b"):
-        with pytest.raises(UserError, match=f"cannot read the checkpoint {tmp_path / name}: .+"):
+    write_checkpoint_manifest(tmp_path / "a")
+    for name, message in (("a", f"cannot read the checkpoint {tmp_path / 'a'}: .+"), ("b", "it has no manifest.json")):
+        with pytest.raises(UserError, match=message):
             load_params(tmp_path / name, abstract_params(MODEL))

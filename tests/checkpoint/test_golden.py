@@ -23,14 +23,10 @@ GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 
 
-@pytest.fixture(params=[0, 1, 2], ids=lambda number: f"format {number}")
+@pytest.fixture(params=[1, 2], ids=lambda number: f"format {number}")
 def run(request, tmp_path):
-    """Copy the run of a format. Format 0 is format 1 without its manifests."""
     run = RunDir(tmp_path / "run")
     shutil.copytree(GOLDEN / ("run_format_2" if request.param == 2 else "run"), run.path)
-    if request.param == 0:
-        run.format_file.unlink()
-        (run.checkpoints / "2" / "manifest.json").unlink()
     assert run.format() == request.param
     return run
 

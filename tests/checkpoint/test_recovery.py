@@ -75,17 +75,10 @@ def test_two_damaged_checkpoints_are_moved_but_never_all(run):
     assert (run.checkpoints / "1").is_dir()
 
 
-def test_a_run_without_manifests_is_upgraded(run):
-    for step in (1, 2, 3):
-        (run.checkpoints / str(step) / MANIFEST).unlink()
-    assert checkpoint_steps(run) == [], "the current format requires manifests"
-    run.format_file.unlink()
-    (run.path / MANIFEST).unlink()
-    assert checkpoint_steps(run) == [1, 2, 3]
-    assert recover(run, strict=True) == [1, 2, 3]
-    assert run.format() == 2
-    for step in (1, 2, 3):
-        verify(run.checkpoints / str(step))
+def test_a_checkpoint_without_manifest_is_not_complete(run):
+    (run.checkpoints / "3" / MANIFEST).unlink()
+    assert checkpoint_steps(run) == [1, 2]
+    assert checkpoint_steps(run, complete=False) == [1, 2, 3]
 
 
 def test_half_deleted_older_checkpoint_is_deleted_without_warning(run, recwarn):

@@ -22,6 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 from transformer_jax.checkpoint.manifest import MANIFEST, read_verified, verify, write_checksums, write_verified
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import JsonObject, atomic_dir, to_json
 from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
 
@@ -110,10 +111,8 @@ class Checkpoints:
     def _check_space(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self._run.checkpoints).free
         if free < needed:
-            raise UserError(
-                f"the checkpoint of step {step} needs {needed / 1e6:,.1f} MB and {self._run.checkpoints} has "
-                f"{free / 1e6:,.1f} MB free: it was not written. {self._fix()}"
-            )
+            sizes = f"{needed / 1e6:,.1f} MB and {self._run.checkpoints} has {free / 1e6:,.1f} MB free"
+            raise UserError(f"the checkpoint of step {step} needs {sizes}: it was not written. {self._fix()}")
 
     def wait(self) -> None:
         """Wait until all pending checkpoint writes are complete, and raise UserError if one failed."""
@@ -181,8 +180,7 @@ def checkpoint_steps(run: RunDir, *, complete: bool = True) -> list[int]:
     if not run.checkpoints.is_dir():
         return []
     folders = [path for path in run.checkpoints.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-    needs_manifest = complete and run.format() > 0
-    return sorted(int(path.name) for path in folders if not needs_manifest or (path / MANIFEST).is_file())
+    return sorted(int(path.name) for path in folders if not complete or (path / MANIFEST).is_file())
 
 
 def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> Path:
@@ -190,11 +188,9 @@ def resolve_checkpoint(run: RunDir, which: str, best_by: str = "valid_loss") -> 
     if which == "average":
         if not (run.average / "state").is_dir():
             raise UserError(f"{run.path} has no averaged checkpoint: make one with `average {run.path} --last 5`")
-        run.has_manifest(run.average)
         return run.average
     steps = checkpoint_steps(run)
-    if not steps:
-        raise UserError(f"{run.path} has no checkpoint yet (nothing in {run.checkpoints})")
+    require(steps, f"{run.path} has no checkpoint yet (nothing in {run.checkpoints})")
     if which == "last":
         return run.checkpoints / str(steps[-1])
     if which == "best":
@@ -222,8 +218,7 @@ def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Se
 
     Of the `subtrees`, which are paths in the stored state, the first one that exists is read.
     """
-    if (checkpoint / MANIFEST).exists():  # checkpoints of format 0 have none
-        verify(checkpoint)
+    verify(checkpoint)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)
     path_context, reader = _orbax_path(checkpoint / "state"), ocp.PyTreeCheckpointer()

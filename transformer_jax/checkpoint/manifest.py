@@ -94,17 +94,14 @@ def verify(folder: Path, names: Iterable[str] | None = None) -> None:
 
 
 def read_verified(folder: Path, name: str, parse: Callable[[JsonObject], T], content: str) -> T | None:
-    """Return what `parse` makes of a JSON object, after comparing its file with the folder's manifest, if there is one.
+    """Return what `parse` makes of a JSON object, after comparing its file with the folder's manifest.
 
-    Return None if the manifest does not list the file, or if there are neither a manifest nor the file. An error of
-    `parse` becomes a UserError that states the expected `content`.
+    Return None if the manifest does not list the file. An error of `parse` becomes a UserError that states the
+    expected `content`.
     """
-    if (folder / MANIFEST).exists():
-        if name not in read_manifest(folder):
-            return None
-        verify(folder, [name])
-    elif not (folder / name).exists():
+    if name not in read_manifest(folder):
         return None
+    verify(folder, [name])
     tree = read_json(folder / name)
     try:
         return parse(tree)

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from transformer_jax.checkpoint.checkpoint import METRICS, checkpoint_steps, write_checkpoint_manifest
+from transformer_jax.checkpoint.checkpoint import METRICS, checkpoint_steps
 from transformer_jax.checkpoint.manifest import MANIFEST, DamagedFileError, read_manifest, verify
 from transformer_jax.checkpoint.run_dir import FORMAT, RunDir
 from transformer_jax.types import UserError
@@ -19,7 +19,9 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
     locked the run. With `strict`, damage of the newest checkpoint raises UserError.
     """
     if run.config_file.exists() and run.format() < FORMAT:
-        _upgrade(run)
+        run.load_config()  # raises for a configuration that is damaged or of a later version
+        run.seal()
+        run.write(run.format_file.name, f"{FORMAT}\n")
     is_newest = True
     for step in reversed(checkpoint_steps(run, complete=False)):
         folder = run.checkpoints / str(step)
@@ -37,17 +39,6 @@ def recover(run: RunDir, *, strict: bool = False) -> list[int]:
                 raise UserError(f"{error}; {fix}") from error
             warnings.warn(f"{error}. It was moved to {_move_aside(folder, run.damaged)}", stacklevel=2)
     return checkpoint_steps(run)
-
-
-def _upgrade(run: RunDir) -> None:
-    """Give a run of an earlier format its missing manifests and the current format."""
-    if run.format() == 0:
-        folders = [run.checkpoints / str(step) for step in checkpoint_steps(run)]
-        for folder in (*folders, *([run.average] if run.average.is_dir() else [])):
-            write_checkpoint_manifest(folder)
-    run.load_config()  # raises for a configuration that is damaged or of a later version
-    run.seal()
-    run.write(run.format_file.name, f"{FORMAT}\n")
 
 
 def _move_aside(folder: Path, target: Path) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from transformer_jax.checkpoint.manifest import (
     MANIFEST,
-    DamagedFileError,
     read_manifest,
     read_verified,
     verify,
@@ -20,6 +19,7 @@ from transformer_jax.checkpoint.manifest import (
     write_verified,
 )
 from transformer_jax.config import Config
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import JsonObject, read_json_lines, read_text, to_json, try_lock, write_atomically
 from transformer_jax.types import UserError
 
@@ -34,7 +34,7 @@ MAY_CHANGE = frozenset(
     | {"training.patience", "training.valid_sentences", "training.validate_every"}
 )
 
-# Version of the layout that new runs get. Layout 1 has no manifest of the run, and layout 0 has no manifests at all.
+# Version of the layout that new runs get. Layout 1 has no manifest of the run.
 FORMAT = 2
 
 
@@ -75,33 +75,19 @@ class RunDir:
 
     def format(self) -> int:
         """Return the version of the folder's layout."""
-        if not self.format_file.exists():
-            return 0
-        text = read_text(self.format_file).strip()
-        if not text.isdecimal():
-            raise UserError(f"{self.format_file} holds {text[:40]!r}; it must be a number up to {FORMAT}")
+        text = read_text(self.format_file).strip() if self.format_file.exists() else "0"
+        require(text.isdecimal(), f"{self.format_file} holds {text[:40]!r}; it must be a number up to {FORMAT}")
         return int(text)
 
     def load_config(self) -> Config:
         """Return the run's configuration, after comparing the run's files with its manifest."""
-        if not self.config_file.exists():
-            raise UserError(f"{self.path} is not a run: it has no config.json (`train` writes runs)")
-        if self.format() > FORMAT:
-            raise UserError(
-                f"{self.path} has the layout {self.format()} of a later version of transformer_jax; this version reads "
-                f"layouts up to {FORMAT}. Upgrade transformer_jax"
-            )
-        if self.has_manifest(self.path):
+        require(self.config_file.exists(), f"{self.path} is not a run: it has no config.json (`train` writes runs)")
+        problem = f"{self.path} has the layout {self.format()} of a later version of transformer_jax"
+        fix = f"this version reads layouts up to {FORMAT}. Upgrade transformer_jax"
+        require(self.format() <= FORMAT, f"{problem}; {fix}")
+        if (self.path / MANIFEST).exists() or self.format() > 1:
             verify(self.path, [name for name in read_manifest(self.path) if name != self.result.name])
         return Config.load(self.config_file)
-
-    def has_manifest(self, folder: Path) -> bool:
-        """Return whether the run or a folder of it has a manifest; raise if its layout requires one that is missing."""
-        if (folder / MANIFEST).exists():
-            return True
-        if self.format() > (1 if folder == self.path else 0):
-            raise DamagedFileError(f"{folder} is damaged: it has no {MANIFEST}")
-        return False
 
     def write(self, name: str, text: str) -> None:
         """Write a file of the run and record its checksum. A kill at any moment leaves a valid run."""
