@@ -61,10 +61,16 @@ def pair(peers, against, **changes):
     return dataclasses.replace(config, **changes), params, peers.make_oracle(against, config, params)
 
 
+def recipe(model, **sections):
+    tokenizer = TokenizerConfig(joint=model.tie_embeddings == "all")
+    return Config(model=model, data=DataConfig(max_length=8), tokenizer=tokenizer, **sections)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("against", CONFIGS)
 def test_every_peer_agrees_within_tolerance(against, dtype, peers):
-    found = compare_models(*pair(peers, against), dtype=dtype, decoding=DecodingConfig(alpha=1.0))
+    config, params, oracle = pair(peers, against)
+    found = compare_models(recipe(config, decoding=DecodingConfig(alpha=1.0)), params, oracle, dtype)
     assert found.ok, render(found)
     assert (found.first_divergence, found.cause) == (None, None)
     forward, gradient = (1e-5, 1e-4) if dtype == "float32" else (1e-10, 1e-9)
@@ -85,7 +91,6 @@ def test_every_peer_agrees_within_tolerance(against, dtype, peers):
     assert list(tree) == KEYS
     assert all(list(item) == ["name", "max_abs", "max_rel"] for item in (*tree["layers"], *tree["gradients"]))
 
-    config = CONFIGS[against]
     names = [item.name for item in found.layers]
     assert len(names) == 2 + 4 + 6 + 1 + 2 * config.final_norm
     first = ["self_attention_norm", "self_attention"] if against == "annotated" else ["self_attention"]
@@ -98,7 +103,7 @@ def test_epsilon_that_float32_hides_is_found(peers):
     """A final norm on one side differs infinitely, which is null in JSON."""
     config, params, oracle = pair(peers, "torch", norm_epsilon=1e-6, final_norm=False)
     params = unflatten({path: leaf for path, leaf in flatten(params).items() if "final_norm" not in path})
-    found = compare_models(config, params, oracle)
+    found = compare_models(recipe(config), params, oracle)
     assert not found.ok
     assert found.first_divergence == "encoder/layer_0/self_attention_norm"
     assert found.cause == (
@@ -144,7 +149,7 @@ class Other:
 )
 def test_difference_after_the_forward_pass_is_located(name, change, place, peers):
     config, params, oracle = pair(peers, "torch")
-    found = compare_models(config, params, Other(oracle, **{name: change}))
+    found = compare_models(recipe(config), params, Other(oracle, **{name: change}))
     assert not found.ok
     assert found.first_divergence == place
     assert found.cause.startswith(f"all sub-layers agree; {place}")
@@ -162,7 +167,7 @@ def test_beam_hypothesis_with_equal_score_is_a_tie_and_is_listed(peers):
         return [([*tokens, 7], score + 5e-5) for tokens, score in found]
 
     searches = []
-    found = compare_models(config, params, Other(oracle, search=other_tokens))
+    found = compare_models(recipe(config), params, Other(oracle, search=other_tokens))
     assert found.ok
     assert found.beam_equal
     assert sum(note.endswith(": a tie") for note in found.notes) == 4

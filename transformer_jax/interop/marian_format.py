@@ -7,7 +7,7 @@ another order, so permuting every d_model axis of the weights converts a model w
 limit counts as it is, where `forced_eos_token_id` would replace its last token by EOS.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,11 @@ from transformer_jax.interop.exchange import Imported, ModelFields, Settings, wa
 from transformer_jax.interop.fairseq_format import STACKS
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.marian_tokenizers import read_tokenizers, write_tokenizers
-from transformer_jax.interop.tables import (
-    Format,
-    Row,
-    Tensors,
-    embeddings,
-    flatten,
-    from_foreign,
-    to_foreign,
-    unflatten,
-)
+from transformer_jax.interop.tables import Format, Row, embeddings, flatten, from_foreign, to_foreign, unflatten
 from transformer_jax.interop.tensor_files import read_tensors, write_safetensors
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_json
-from transformer_jax.types import Params, UserError
+from transformer_jax.types import Params
 
 MAX_LENGTH_OFFSET = 128
 """Largest `decoding.max_length_offset` of an imported model."""
@@ -42,7 +34,7 @@ _OUTPUT = "lm_head.weight"
 _WRITTEN_ONCE = {"all": (_SOURCE, _TARGET, _OUTPUT), "target": (_OUTPUT,), "none": ()}
 
 
-def _without_shared(tensors: Tensors, origin: str) -> Tensors:
+def _without_shared(tensors: Mapping[str, np.ndarray], origin: str) -> dict[str, np.ndarray]:
     """Drop the shared embedding table if the source and the target have embedding tables of their own."""
     both = {_SOURCE, _TARGET} <= tensors.keys()
     return {name: tensor for name, tensor in tensors.items() if not (both and name == _SHARED)}
@@ -113,8 +105,7 @@ def read_marian(folder: Path) -> Imported:
     `generate` limits the output to `max_length` tokens. This package limits it to the number of source tokens plus
     `decoding.max_length_offset`, which becomes 128, or `max_length` if that is less.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
+    require(folder.is_dir(), f"{folder}: no such folder")
     file, generation, tokenizer = (
         folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config")
     )
@@ -123,8 +114,7 @@ def read_marian(folder: Path) -> Imported:
         (generation, read_json(generation) if generation.is_file() else {}),
         (tokenizer, {"separate_vocabs": read_json(tokenizer).get("separate_vocabs")} if tokenizer.is_file() else {}),
     )
-    if settings.get("model_type") is None:
-        raise UserError(f"{file} has no model_type. A Marian folder has model_type 'marian'")
+    require(settings.get("model_type"), f"{file} has no model_type. A Marian folder has model_type 'marian'")
     settings.require(_LEGAL)
     pad_id, eos_id, start_id = (settings.read(f"{name}_token_id", int) for name in ("pad", "eos", "decoder_start"))
     start = {pad_id: "pad", eos_id: "eos"}.get(start_id, "bos")
@@ -132,8 +122,7 @@ def read_marian(folder: Path) -> Imported:
     bos_id = start_id if start == "bos" else settings.read("bos_token_id", int, eos_id)
     pair = read_tokenizers(folder, pad_id, bos_id, eos_id)
     weights = [folder / name for name in ("model.safetensors", "pytorch_model.bin") if (folder / name).is_file()]
-    if not weights:
-        raise UserError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    require(weights, f"{folder} has neither model.safetensors nor pytorch_model.bin")
     tensors = read_tensors(weights[0])
     model = ModelConfig(
         **_model_fields(settings) | {"decoder_start": start},

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from transformer_jax.config import ModelConfig
-from transformer_jax.parity.this_side import Arrays
+from transformer_jax.parity.this_side import Arrays, Trained
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import Batch
 
@@ -22,26 +22,13 @@ class Tolerance(NamedTuple):
     own_gradient: float  # relative to the gradient's own largest value; one within `any_gradient` is fine too
     any_gradient: float  # relative to the largest value of all gradients
     losses: float  # of the losses of training, relative
-    params: float  # of the parameters after training, absolute (see `DRIFT`)
+    params: float  # of the parameters after training, absolute (see `compare.DRIFT`)
 
 
 TOLERANCES = {
     "float32": Tolerance(forward=1e-5, own_gradient=1e-4, any_gradient=1e-5, losses=1e-4, params=math.inf),
     "float64": Tolerance(forward=1e-10, own_gradient=1e-9, any_gradient=1e-10, losses=1e-9, params=1e-9),
 }
-SCORE = 1e-4
-KEY_BIASES = (
-    "key biases are not compared after training: a key's bias never changes the softmax, so its gradient is "
-    "rounding noise, which Adam turns into full steps"
-)
-DRIFT = (
-    "in float32 the other parameters are shown but not judged, only losses are: a gradient that is nearly zero is "
-    "rounding noise too"
-)
-SOURCE = (
-    "the source is compared as ids, with model.source_bos={}: if translations still differ from those of the program "
-    "that trained the weights, check whether its batches start the source with BOS (<s> source </s>)"
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +58,7 @@ class Trajectory:
     this: tuple[float, ...]
     other: tuple[float, ...]
     max_rel: float
-    parameters_max_abs: float  # without key biases (see `KEY_BIASES`)
+    parameters_max_abs: float  # without key biases (see `compare.KEY_BIASES`)
     ok: bool
 
 
@@ -89,7 +76,7 @@ class ParityReport:
     gradients: tuple[Difference, ...]
     trajectory: Trajectory
     greedy_equal: bool
-    beam_equal: bool  # or other tokens with scores that differ by at most `SCORE`
+    beam_equal: bool  # or other tokens with scores that differ by at most `compare.SCORE`
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -130,6 +117,29 @@ def layer_differences(
         names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
     tolerance = TOLERANCES[dtype].forward
     return tuple(difference(name, ours, theirs, tolerance, is_real[name.partition("/")[0]]) for name in names)
+
+
+def training_differences(ours: Trained, theirs: Trained, dtype: str) -> tuple[Loss, tuple[Difference, ...], Trajectory]:
+    """Return the differences of the first loss, of its gradients, and of several updates."""
+    limit = TOLERANCES[dtype]
+    largest = max(float(np.abs(gradient).max(initial=0)) for gradient in theirs.gradients.values())
+    gradients = []
+    for name in {**theirs.gradients, **ours.gradients}:
+        item = difference(name, ours.gradients, theirs.gradients)
+        ok = item.max_rel <= limit.own_gradient or item.max_abs <= limit.any_gradient * largest
+        gradients.append(dataclasses.replace(item, ok=ok))
+    errors = [
+        difference("loss", {"loss": np.array(one)}, {"loss": np.array(other)}).max_rel
+        for one, other in zip(ours.losses, theirs.losses, strict=True)
+    ]
+    names = [name for name in {**theirs.params, **ours.params} if not name.endswith("key/bias")]
+    parameters = max(difference(name, ours.params, theirs.params).max_abs for name in names)
+    ok = max(errors) <= limit.losses and parameters <= limit.params
+    return (
+        Loss(ours.losses[0], theirs.losses[0], errors[0], errors[0] <= limit.forward),
+        tuple(gradients),
+        Trajectory(tuple(ours.losses), tuple(theirs.losses), max(errors), parameters, ok),
+    )
 
 
 def first_divergence(layers: Sequence[Difference]) -> str | None:

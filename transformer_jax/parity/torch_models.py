@@ -140,19 +140,13 @@ class Layer(nn.Module):
         norms = (LayerNorm(d_model, config.norm_epsilon) for _ in range(3 if cross else 2))
         self.sublayer = nn.ModuleList(nn.ModuleDict({"norm": norm}) for norm in norms)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor,
-        memory: torch.Tensor | None = None,
-        memory_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Apply x + Sublayer(LayerNorm(x)) for each sub-layer."""
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *memory: torch.Tensor) -> torch.Tensor:
+        """Apply x + Sublayer(LayerNorm(x)) for each sub-layer. A decoder needs the memory and its mask."""
         norms = [connection["norm"] for connection in self.sublayer]
         y = norms[0](x)
         x = x + self.self_attn(y, y, mask)
-        if memory is not None:
-            x = x + self.src_attn(norms[1](x), memory, memory_mask)
+        if memory:
+            x = x + self.src_attn(norms[1](x), *memory)
         return x + self.feed_forward(norms[-1](x))
 
 
