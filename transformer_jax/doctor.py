@@ -23,6 +23,7 @@ from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.model.transformer import abstract_params, count_parameters
 from transformer_jax.presets import load_recipe
 from transformer_jax.runtime.environment import VARIABLE
+from transformer_jax.runtime.fields import require
 from transformer_jax.training.sharding import AXES, make_mesh
 from transformer_jax.types import UserError, first_line
 
@@ -87,17 +88,14 @@ def _packages() -> str:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    if missing:
-        raise UserError(f"{', '.join(missing)} not installed. Run: python -m pip install transformer-jax")
+    require(not missing, f"{', '.join(missing)} not installed. Run: python -m pip install transformer-jax")
     return ", ".join(found)
 
 
 def _devices() -> str:
     devices = jax.devices()
-    if jax.default_backend() == "cpu" and Path("/dev/nvidia0").exists():
-        raise UserError(
-            "jax uses the CPU, although there is an NVIDIA GPU. Run: python -m pip install 'transformer-jax[cuda]'"
-        )
+    is_idle, fix = Path("/dev/nvidia0").exists(), "Run: python -m pip install 'transformer-jax[cuda]'"
+    require(jax.default_backend() != "cpu" or not is_idle, f"jax uses the CPU, although there is an NVIDIA GPU. {fix}")
     processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {os.cpu_count()} CPU cores{processes}"
 
@@ -109,11 +107,8 @@ def _precision() -> str:
     for name, limit in (("float32", 2e-2), ("bfloat16", 5e-2)):  # GPUs may compute float32 in 19 bits: 1e-3
         product = jnp.matmul(jnp.asarray(a, name), jnp.asarray(b, name), preferred_element_type=jnp.float32)
         errors[name] = float(np.abs(np.asarray(product, np.float64) - exact).max() / np.abs(exact).max())
-        if not errors[name] < limit:
-            raise UserError(
-                f"the error of a {name} matrix product is {errors[name]:.1e} of its largest entry, above {limit:g}. "
-                "This device computes wrong results: do not train on it"
-            )
+        problem = f"the error of a {name} matrix product is {errors[name]:.1e} of its largest entry, above {limit:g}"
+        require(errors[name] < limit, f"{problem}. This device computes wrong results: do not train on it")
     fact = f"largest error of a matrix product: {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}"
     if errors["float32"] > 1e-5:
         fact += " (float32 products use fewer bits; JAX_DEFAULT_MATMUL_PRECISION=highest uses all)"
@@ -161,8 +156,8 @@ def _memory(config: Config | None) -> str:
         split = config.training.mesh_fsdp * config.training.mesh_tensor if stats else 1
         needed = (5 if config.training.ema_decay else 4) * _parameter_bytes(config) // split
         facts.append(f"parameters, gradients and Adam need {_bytes(needed)}, in addition to activations")
-        if total and needed > capacity:
-            raise UserError(f"{'; '.join(facts)}. Use a smaller model, or raise training.mesh_fsdp on more devices")
+        fix = "Use a smaller model, or raise training.mesh_fsdp on more devices"
+        require(needed <= capacity or not total, f"{'; '.join(facts)}. {fix}")
     return "; ".join(facts)
 
 
@@ -187,8 +182,8 @@ def _disk(config: Config, folder: Path) -> str:
     copies = 4 if config.training.ema_decay else 3  # the parameters, Adam's two averages, and the average of parameters
     needed = number * copies * _parameter_bytes(config)
     fact = f"{_bytes(free)} free in {folder}, {number} checkpoints need {_bytes(needed)}"
-    if free < needed:
-        raise UserError(f"{fact}. Free disk space, choose another --workdir, or lower training.keep_checkpoints")
+    fix = "Free disk space, choose another --workdir, or lower training.keep_checkpoints"
+    require(free >= needed, f"{fact}. {fix}")
     return fact
 
 
@@ -211,18 +206,17 @@ def _tokenizer(config: Config, run: RunDir) -> str:
             facts[-1] += f", {unknown} unknown words in {len(SENTENCES)} test sentences"
             exception = " except for unknown words"
         for text, expected, row in zip(tokenizer.decode(rows), map(tokenizer.plain, SENTENCES), rows, strict=True):
-            if text != expected and tokenizer.kind not in NORMALIZING and tokenizer.unk_id not in row:
-                raise UserError(
-                    f"{run.tokenizer}: the {side} tokenizer decodes {expected!r} to {text!r}. Restore its files"
-                )
+            is_legal = text == expected or tokenizer.kind in NORMALIZING or tokenizer.unk_id in row
+            problem = f"the {side} tokenizer decodes {expected!r} to {text!r}"
+            require(is_legal, f"{run.tokenizer}: {problem}. Restore its files")
     return f"{'; '.join(facts)}: decoding restores the encoded text{exception}"
 
 
 def _checkpoint(config: Config, run: RunDir) -> str:
     path = resolve_checkpoint(run, config.decoding.checkpoint, config.training.best_by)
     params = load_params(path, abstract_params(config.model))
-    if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params)):
-        raise UserError(f"{path}: some parameters are not finite. Select an earlier step with --checkpoint STEP")
+    is_finite = all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+    require(is_finite, f"{path}: some parameters are not finite. Select an earlier step with --checkpoint STEP")
     return f"{path} is readable and complete, {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
 
 

@@ -63,11 +63,10 @@ def train(config: Config, workdir: str | Path, *, profile: bool = False, strict:
     Raises:
         UserError: The configuration, the data or the run's folder is not usable; the message states the fix.
     """
-    if config.decoding.checkpoint not in ("last", "best") and not config.training.average_last:
-        raise UserError(
-            f"decoding.checkpoint={config.decoding.checkpoint!r} with training.average_last=0: the test after the last "
-            "step takes the checkpoint last or best, or average with training.average_last"
-        )
+    exists = config.decoding.checkpoint in ("last", "best") or config.training.average_last
+    problem = f"decoding.checkpoint={config.decoding.checkpoint!r} with training.average_last=0"
+    fix = "the test after the last step takes the checkpoint last or best, or average with training.average_last"
+    require(exists, f"{problem}: {fix}")
     run, num_steps = RunDir(Path(workdir)), config.training.num_steps
     check_same("the configuration", config.to_json())
     fix = f"Train a new run from it with --training.init-from {run.path} and another --workdir"

@@ -3,16 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from transformer_jax.cli.parsing import CheckpointFlag, DecodingFlags, Positional, RunFolder, arg, flag_of, given
 from transformer_jax.cli.session import processes
+from transformer_jax.data.files import read_lines
+from transformer_jax.data.pairs import Pairs
 from transformer_jax.runtime.distributed import Cluster, is_main_process
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import JsonObject, to_json
-from transformer_jax.types import UserError
-
-if TYPE_CHECKING:
-    from transformer_jax.data.pairs import Pairs
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,10 @@ class Evaluate:
     cluster: Annotated[Cluster, arg(name="")] = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
-        if not self.runs:
-            raise UserError("name a run")
-        if (self.source is None) != (self.reference is None):
-            raise UserError("--source and --reference must be given together")
-        if self.output is not None and (len(self.runs) > 1 or self.sweep):
-            raise UserError("--output is for one run without --sweep")
+        require(self.runs, "name a run")
+        require((self.source is None) == (self.reference is None), "--source and --reference must be given together")
+        is_one = len(self.runs) == 1 and not self.sweep
+        require(is_one or self.output is None, "--output is for one run without --sweep")
 
     def run(self) -> None:
         """Evaluate the runs and print the results."""
@@ -137,8 +134,8 @@ class Average:
     """Steps of the checkpoints."""
 
     def __post_init__(self) -> None:
-        if sum((self.last is not None, self.minutes is not None, bool(self.steps))) > 1:
-            raise UserError("--last, --minutes and --steps exclude each other")
+        number = sum((self.last is not None, self.minutes is not None, bool(self.steps)))
+        require(number <= 1, "--last, --minutes and --steps exclude each other")
 
     def run(self) -> None:
         """Average the checkpoints and print their steps."""
@@ -165,8 +162,5 @@ def _flags(setting: Mapping[str, object]) -> str:
     return " ".join(f"{flag_of(name)} {value}" for name, value in setting.items())
 
 
-def _read_pairs(source: Path, target: Path) -> "Pairs":
-    from transformer_jax.data.files import read_lines
-    from transformer_jax.data.pairs import Pairs
-
+def _read_pairs(source: Path, target: Path) -> Pairs:
     return Pairs(read_lines(source), read_lines(target), f"{source} and {target}")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from transformer_jax.cli.parsing import CheckpointFlag, Positional, RunFolder, arg, given
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import check_writable, to_json
-from transformer_jax.types import UserError
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ class Plot:
     """Panels to draw. Empty draws all for which there are data, except positions."""
 
     def __post_init__(self) -> None:
-        if not self.subjects:
-            raise UserError("name a run or a recipe")
+        require(self.subjects, "name a run or a recipe")
 
     def run(self) -> None:
         """Draw the plots to a file, and print the names of the panels."""

@@ -10,8 +10,8 @@ from transformer_jax.config import Config
 from transformer_jax.experiments.table3 import ROWS, scaled, table3_config
 from transformer_jax.presets import load_recipe, numbers_config
 from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import check_writable, to_json
-from transformer_jax.types import UserError
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Table3:
     config: Annotated[FlagConversionOff[Config], arg(name="")] = field(default_factory=table3_config)
 
     def __post_init__(self) -> None:
-        if not self.rows:
-            raise UserError(f"name rows: all, or some of {', '.join(ROWS)}")
+        require(self.rows, f"name rows: all, or some of {', '.join(ROWS)}")
         scaled(self.config, self.scale)
 
     def run(self) -> None:
@@ -110,8 +109,7 @@ class ParsingPrepare:
     """Files of trees for the test."""
 
     def __post_init__(self) -> None:
-        if not self.train:
-            raise UserError("--train names no file")
+        require(self.train, "--train names no file")
 
     def run(self) -> None:
         """Write the pairs."""

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal
 from transformer_jax.cli.parsing import DecodingFlags, RunFolder, SamplingFlags, UsageError, arg, flag_of, given
 from transformer_jax.cli.session import processes
 from transformer_jax.config import Sampling
+from transformer_jax.data.files import read_lines
 from transformer_jax.runtime.distributed import Cluster, is_main_process, on_main_process
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import to_json
 from transformer_jax.types import UserError
 
@@ -60,10 +62,8 @@ class Translate:
             raise UserError(f"{flag_of(for_sampling[0])} needs --sample")
         if for_search and self.sample:
             raise UserError(f"{flag_of(min(for_search))} configures the search, and --sample does not search")
-        if self.alignment and self.format != "jsonl":
-            raise UserError("--alignment needs --format jsonl")
-        if self.prefix is not None and self.prefixes is not None:
-            raise UserError("--prefix and --prefixes exclude each other")
+        require(self.format == "jsonl" or not self.alignment, "--alignment needs --format jsonl")
+        require(self.prefix is None or self.prefixes is None, "--prefix and --prefixes exclude each other")
 
     def run(self) -> None:
         """Translate."""
@@ -75,7 +75,6 @@ class Translate:
             is_typed = not shared and sys.stdin.isatty()
             if self.prefixes is not None and is_typed:
                 raise UsageError("--prefixes needs lines from a file on stdin; use --prefix in a conversation")
-            from transformer_jax.data.files import read_lines
             from transformer_jax.decoding.translator import Translator
 
             prefixes = None if self.prefixes is None else read_lines(self.prefixes)

@@ -23,6 +23,7 @@ from transformer_jax.interop.tables import Tensors, flatten, from_foreign, in_dt
 from transformer_jax.interop.tensor_files import read_tensors, save_torch, write_safetensors
 from transformer_jax.interop.torch_format import TORCH, state_dict_format
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import atomic_dir, read_json, to_json, write_atomically
 from transformer_jax.types import Params, UserError, first_line
 
@@ -79,10 +80,8 @@ def import_run(
         raise UserError(f"the format {source} has no use for {', '.join(useless)}: leave it out")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     unknown = [name for name in model if name not in known]
-    if unknown:
-        raise UserError(f"the model has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
-    if not path.exists():
-        raise UserError(f"{path}: no such file or folder")
+    require(not unknown, f"the model has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
+    require(path.exists(), f"{path}: no such file or folder")
     try:
         if source in _COMPLETE:
             imported = _COMPLETE[source](path, **model)
@@ -153,10 +152,9 @@ def _check_output(folder: Path, overwrite: bool, marker: str, kind: str) -> None
     """Raise UserError if the output is something that may not be replaced."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not (folder / marker).is_file():
-        raise UserError(f"{folder} exists and is not {kind} (it has no {marker}). Choose another output")
-    if not overwrite:
-        raise UserError(f"{folder} is not empty. Choose another output, or replace it with --overwrite")
+    is_own = (folder / marker).is_file()
+    require(is_own, f"{folder} exists and is not {kind} (it has no {marker}). Choose another output")
+    require(overwrite, f"{folder} is not empty. Choose another output, or replace it with --overwrite")
 
 
 def _read_state_dict(
@@ -219,6 +217,5 @@ def _own_params(tensors: Tensors, model: ModelConfig, path: Path) -> Params:
         for name, leaf in wanted.items()
         if name in tensors
     }
-    if problems:
-        raise UserError(f"{path} does not fit the model: {'; '.join(problems)}")
+    require(not problems, f"{path} does not fit the model: {'; '.join(problems)}")
     return unflatten(leaves)

@@ -24,6 +24,7 @@ import numpy as np
 from transformer_jax.data.tokenizer import WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.exchange import OWN_TOKENIZER, ModelFields, Settings
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
@@ -85,8 +86,7 @@ class _Reader:
 
 def read_model_file(path: Path) -> dict[str, np.ndarray]:
     """Read every array of a `model.bin` under its name and its aliases, memory-mapped. Weights must be float32."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
+    require(path.is_file(), f"{path}: no such file")
     reader = _Reader(path)
     version = reader.number("I", "the binary version")
     if version not in _VERSIONS:
@@ -173,18 +173,15 @@ def read_tokens(
     bos_id = eos_id if bos_id is None else bos_id
     unk_id = _index(source, unknown)
     for i in {pad_id, bos_id, eos_id}:
-        if i < min(len(source), len(target)) and source[i] != target[i]:
-            raise UserError(
-                f"{folder}: id {i} is {source[i]!r} in the source and {target[i]!r} in the target, but both sides must "
-                "have equal special ids"
-            )
+        if i < min(len(source), len(target)):
+            problem = f"id {i} is {source[i]!r} in the source and {target[i]!r} in the target"
+            require(source[i] == target[i], f"{folder}: {problem}, but both sides must have equal special ids")
     for name, wanted in (("bos", bos_id), ("eos", eos_id)):
         token = settings.read(f"{name}_token", str)
-        if settings.read(f"add_source_{name}", bool) and _index(source, token) != wanted:
-            raise UserError(
-                f"{folder}: add_source_{name} puts {token!r} into the source, but its id in the source vocabulary is "
-                f"{_index(source, token)} and model.{name}_id is {wanted}"
-            )
+        found = _index(source, token)
+        problem = f"but its id in the source vocabulary is {found} and model.{name}_id is {wanted}"
+        is_legal = found == wanted or not settings.read(f"add_source_{name}", bool)
+        require(is_legal, f"{folder}: add_source_{name} puts {token!r} into the source, {problem}")
     joint = source == target
     if (folder / OWN_TOKENIZER).is_dir():
         pair = TokenizerPair.load(folder / OWN_TOKENIZER)
@@ -213,15 +210,14 @@ def _read_vocabulary(folder: Path, side: str, unknown: str, rows: int) -> list[s
         words = json.loads(text) if path.suffix == ".json" else text.removesuffix("\n").split("\n")
     except ValueError as error:
         raise UserError(f"{path}: not a vocabulary: {error}") from error
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise UserError(f"{path}: not a vocabulary: a list of tokens is needed")
+    is_legal = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    require(is_legal, f"{path}: not a vocabulary: a list of tokens is needed")
     if len(set(words)) < len(words):
         duplicate = next(word for i, word in enumerate(words) if word in words[:i])
         raise UserError(f"{path}: has the token {duplicate!r} twice")
     if unknown not in words and len(words) < rows:
         words.append(unknown)
-    if len(words) > rows:
-        raise UserError(f"{path} has {len(words)} tokens, but the {side} table has {rows} rows")
+    require(len(words) <= rows, f"{path} has {len(words)} tokens, but the {side} table has {rows} rows")
     return words
 
 
@@ -231,6 +227,5 @@ def _index(words: Sequence[str], word: str) -> int | None:
 
 def _find(words: Sequence[str], settings: Settings, setting: str, folder: Path) -> int:
     word = settings.read(setting, str)
-    if word not in words:
-        raise UserError(f"{folder}: {setting} is {word!r}, which is not in the target vocabulary")
+    require(word in words, f"{folder}: {setting} is {word!r}, which is not in the target vocabulary")
     return words.index(word)

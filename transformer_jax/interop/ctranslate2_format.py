@@ -31,6 +31,7 @@ from transformer_jax.interop.exchange import (
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.tables import Format, embeddings, flatten, from_foreign, to_foreign, unflatten
 from transformer_jax.model.positional import sinusoids
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_json
 from transformer_jax.types import Params, UserError
 
@@ -109,8 +110,7 @@ def read_ctranslate2(folder: Path, num_heads: int | None = None) -> Imported:
     )
     numbers = {name: value for name, value in numbers.items() if name.rpartition("/")[2] not in _IDLE}
     unknown = [f"{n} {value}" for n, value in numbers.items() if n.rpartition("/")[2] not in _ZERO or value]
-    if unknown:
-        raise UserError(f"{path} has settings that are not supported: {', '.join(unknown)}")
+    require(not unknown, f"{path} has settings that are not supported: {', '.join(unknown)}")
     config = Config(
         model=model,
         data=DataConfig(max_length=min(256, model.max_length)),
@@ -129,17 +129,13 @@ def write_ctranslate2(
     model, decoding = config.model, config.decoding
     CTRANSLATE2.check(model)
     source, target = unique_tokens(tokenizers.source), unique_tokens(tokenizers.target)
-    if model.decoder_start != "zeros" and model.start_id >= len(target):
-        raise UserError(
-            f"ctranslate2 cannot express this model: model.decoder_start={model.decoder_start!r}, but the vocabulary "
-            f"has no token with the id {model.start_id}"
-        )
+    problem = f"{model.decoder_start!r}, but the vocabulary has no token with the id {model.start_id}"
+    has_start = model.decoder_start == "zeros" or model.start_id < len(target)
+    require(has_start, f"ctranslate2 cannot express this model: model.decoder_start={problem}")
     bos_token = target[model.bos_id] if model.bos_id < len(target) else "<s>"
-    if model.source_bos and source[model.bos_id : model.bos_id + 1] != [bos_token]:
-        raise UserError(
-            f"ctranslate2 cannot express this model: model.source_bos=True, but the id {model.bos_id} is not one token "
-            "of both vocabularies"
-        )
+    problem = f"model.source_bos=True, but the id {model.bos_id} is not one token of both vocabularies"
+    is_shared = source[model.bos_id : model.bos_id + 1] == [bos_token]
+    require(is_shared or not model.source_bos, f"ctranslate2 cannot express this model: {problem}")
     variables = to_foreign(_cut(params, model, len(source), len(target)), CTRANSLATE2, model)
     tied = {"all": (_SOURCE[0], _OUTPUT), "target": (_OUTPUT,), "none": ()}[model.tie_embeddings]
     aliases = dict.fromkeys(tied, _TARGET)
@@ -220,14 +216,13 @@ def _heads(numbers: dict[str, float], given: int | None, path: Path) -> ModelFie
     old_heads = numbers.pop("num_heads", None)
     for stack, prefix in zip(_STACKS, ("", "decoder_"), strict=True):
         stored = numbers.pop(f"{stack}/num_heads", old_heads)
-        if stored is None and given is None:
-            raise UserError(
-                f"{path} does not store the number of attention heads. State it with --num-heads (num_heads=); "
-                "CTranslate2 itself assumes 8 for such files, and 16 for a TransformerBig"
-            )
-        if stored is not None and given not in (None, stored):
-            raise UserError(f"{path}: the {stack} has {stored} attention heads, but num_heads is {given}")
-        heads[f"{prefix}num_heads"] = given if stored is None else stored
+        number = given if stored is None else stored
+        fact = "CTranslate2 itself assumes 8 for such files, and 16 for a TransformerBig"
+        problem = f"{path} does not store the number of attention heads"
+        require(number is not None, f"{problem}. State it with --num-heads (num_heads=); {fact}")
+        problem = f"the {stack} has {stored} attention heads, but num_heads is {given}"
+        require(given in (None, number), f"{path}: {problem}")
+        heads[f"{prefix}num_heads"] = number
     return heads
 
 

@@ -20,6 +20,7 @@ from transformer_jax.interop.exchange import Imported, ModelFields, Settings, tr
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.tables import Format, Legal, Tensors, embeddings, from_foreign, renamed
 from transformer_jax.interop.tensor_files import load_torch, single_file, state_dict_arrays
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_text
 from transformer_jax.types import UserError
 
@@ -163,13 +164,10 @@ def _settings(checkpoint: object, file: Path) -> Settings:
 
     cfg = plain(checkpoint.get("cfg"))
     args = plain(checkpoint.get("args")) or plain(cfg.get("model"))
-    if not args:
-        raise UserError(f"{file} is not a fairseq checkpoint: it has no settings of a model (args, or cfg with model)")
-    nested = [name for name in ("encoder", "decoder") if plain(args.get(name))]
-    if nested:
-        raise UserError(
-            f"{file}: the settings {', '.join(nested)} are tables. Only the architecture `transformer` can be imported"
-        )
+    require(args, f"{file} is not a fairseq checkpoint: it has no settings of a model (args, or cfg with model)")
+    nested = ", ".join(name for name in ("encoder", "decoder") if plain(args.get(name)))
+    supported = "Only the architecture `transformer` can be imported"
+    require(not nested, f"{file}: the settings {nested} are tables. {supported}")
     task, criterion = plain(cfg.get("task")), plain(cfg.get("criterion"))
     later = {name: task.get(name) for name in ("source_lang", "target_lang")}
     return Settings((file, later | {"label_smoothing": criterion.get("label_smoothing")}), (file, args))
@@ -184,11 +182,8 @@ def _languages(settings: Settings, folder: Path) -> tuple[str, str]:
             f"dictionary ({found}) belongs to which side"
         )
     for language in (source, target):
-        if not re.fullmatch(r"[\w.-]+", language):  # it becomes part of a file's name
-            raise UserError(
-                f"{folder}: the checkpoint's settings name the language {language!r:.80}, which may not be part of a "
-                "file name"
-            )
+        problem = f"the checkpoint's settings name the language {language!r:.80}, which may not be part of a file name"
+        require(re.fullmatch(r"[\w.-]+", language), f"{folder}: {problem}")
     return source, target
 
 

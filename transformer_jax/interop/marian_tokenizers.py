@@ -13,9 +13,11 @@ from transformer_jax.data.subword import SentencePieceTokenizer
 from transformer_jax.data.tokenizer import Tokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
 from transformer_jax.interop.exchange import OWN_TOKENIZER, SPECIAL, unique_tokens, write_json
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_json
 from transformer_jax.types import UserError
 
+_CANNOT = "marian cannot express this model:"
 # White space of str.split().
 _WHITE_SPACE = (
     r"\x{09}-\x{0d}\x{1c}-\x{20}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
@@ -27,12 +29,11 @@ def read_tokenizers(folder: Path, pad_id: int, bos_id: int, eos_id: int) -> Toke
     if (folder / OWN_TOKENIZER).is_dir():
         return TokenizerPair.load(folder / OWN_TOKENIZER)
     missing = [name for name in ("source.spm", "target.spm", "vocab.json") if not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"{folder}: {', '.join(missing)} missing, which a Marian folder's tokenizers need")
+    require(not missing, f"{folder}: {', '.join(missing)} missing, which a Marian folder's tokenizers need")
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.is_file() else {}
-    if settings.get("sp_model_kwargs"):
-        raise UserError(f"{settings_file}: sp_model_kwargs is {settings['sp_model_kwargs']!r}, which is not supported")
+    options = settings.get("sp_model_kwargs")
+    require(not options, f"{settings_file}: sp_model_kwargs is {options!r}, which is not supported")
     clean_up = bool(settings.get("clean_up_tokenization_spaces"))
     unknown = settings.get("unk_token") or "<unk>"
     names = {"source": "vocab.json", "target": "vocab.json"}
@@ -62,8 +63,7 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
     source, target = pair.source, pair.target
     settings: dict[str, object] = {"model_max_length": model.max_length, "clean_up_tokenization_spaces": False}
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
-        if not model.source_eos:
-            raise UserError("marian cannot express this model: model.source_eos=False, but MarianTokenizer adds EOS")
+        require(model.source_eos, f"{_CANNOT} model.source_eos=False, but MarianTokenizer adds EOS")
         separate = source.vocabulary != target.vocabulary
         (folder / "source.spm").write_bytes(source.model)
         (folder / "target.spm").write_bytes(target.model)
@@ -74,11 +74,8 @@ def write_tokenizers(folder: Path, pair: TokenizerPair, model: ModelConfig) -> N
         settings |= {"tokenizer_class": "MarianTokenizer", "separate_vocabs": separate, **names}
         settings["clean_up_tokenization_spaces"] = target.clean_up
     else:
-        if not pair.joint:
-            raise UserError(
-                "marian cannot express this model: tokenizer.joint=False, but a Marian folder has one vocabulary "
-                "for both sides unless it is a SentencePiece pair"
-            )
+        problem = "a Marian folder has one vocabulary for both sides unless it is a SentencePiece pair"
+        require(pair.joint, f"{_CANNOT} tokenizer.joint=False, but {problem}")
         words = unique_tokens(source)
         special = {n: i for n in SPECIAL if (i := getattr(source, f"{n}_id")) is not None}
         write_json(folder / "tokenizer.json", _library_json(source, words, model))
@@ -98,7 +95,7 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
     elif tokenizer.kind in ("word", "pretokenized"):
         tree |= _word_level(tokenizer, words)
     else:
-        raise UserError(f"marian cannot express this model: tokenizer.kind={tokenizer.kind!r} has no equivalent there")
+        raise UserError(f"{_CANNOT} tokenizer.kind={tokenizer.kind!r} has no equivalent there")
     special = {i: words[i] for name in SPECIAL if (i := getattr(tokenizer, f"{name}_id")) is not None}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     tree["added_tokens"] = [{"id": i, "content": special[i], **flags} for i in sorted(special)]
@@ -116,7 +113,7 @@ def _library_json(tokenizer: Tokenizer, words: Sequence[str], model: ModelConfig
 
 def _word_level(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, object]:
     if tokenizer.unk_id is None:
-        raise UserError("marian cannot express this model: the vocabulary has no token for unknown words (unk_id)")
+        raise UserError(f"{_CANNOT} the vocabulary has no token for unknown words (unk_id)")
     space = _WHITE_SPACE if tokenizer.kind == "word" else " "
     unknown = words[tokenizer.unk_id]
     # A word that is spelled like a special token must become the unknown token, not the special token.

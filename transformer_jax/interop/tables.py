@@ -26,6 +26,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.positional import sinusoids
 from transformer_jax.model.transformer import abstract_params
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import Params, UserError
 
 Tensors = Mapping[str, np.ndarray]
@@ -107,8 +108,7 @@ def check_expressible(model: ModelConfig, format_name: str, legal: Legal) -> Non
                 f"requires d_k = d_v = d_model / heads with model.d_model={model.d_model} (fields d_k, d_v, "
                 "decoder_d_k, decoder_d_v)"
             )
-    if problems:
-        raise UserError(f"{format_name} cannot express this model: {'; '.join(problems)}")
+    require(not problems, f"{format_name} cannot express this model: {'; '.join(problems)}")
 
 
 def embeddings(source: tuple[str, ...], target: tuple[str, ...], output: tuple[str, ...]) -> tuple[Row, ...]:
@@ -183,8 +183,7 @@ def from_foreign(tensors: Tensors, table: Format, config: ModelConfig, origin: s
         problems += [f"the format has no tensor for {path}" for path in uncovered]
     unused = [name for name in tensors if name not in used and not name.endswith(table.ignored or ("\0",))]
     problems += [f"{name} {list(tensors[name].shape)} is left over" for name in unused]
-    if problems:
-        raise UserError(f"{origin} does not fit the model: {'; '.join(problems)}")
+    require(not problems, f"{origin} does not fit the model: {'; '.join(problems)}")
     return unflatten({path: leaves[path] for path in shapes})
 
 
@@ -204,8 +203,7 @@ def to_foreign(params: Params, table: Format, config: ModelConfig) -> dict[str, 
             tensors[item.foreign[0]] = item.stack(leaves)
             placed.update(item.ours)
     unplaced = [path for path in leaves if path not in placed]
-    if unplaced:
-        raise UserError(f"the format has no tensor for {', '.join(unplaced)}")
+    require(not unplaced, f"the format has no tensor for {', '.join(unplaced)}")
     return tensors
 
 
@@ -225,11 +223,8 @@ def _check_position_tables(tensors: Tensors, table: Format, config: ModelConfig,
         if not is_table or tensor.size == 0 or config.positions == "learned":
             continue
         stored = np.squeeze(tensor)
-        if stored.ndim != 2 or stored.shape[1] != config.d_model:
-            raise UserError(
-                f"{origin}: {name} has shape {list(stored.shape)}, but a position table has model.d_model="
-                f"{config.d_model} columns"
-            )
+        problem = f"has shape {list(stored.shape)}, but a position table has model.d_model={config.d_model} columns"
+        require(stored.ndim == 2 and stored.shape[1] == config.d_model, f"{origin}: {name} {problem}")
         conventions = config.positions, config.position_exponent, config.position_offset
         difference = np.abs(stored - sinusoids(len(stored), config.d_model, *conventions)).max()
         if not difference <= 1e-3:  # float32 tables of 5,000 rows are off by about 1e-4 themselves

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError, first_line
 
 # Names under which training scripts store the state dict in a checkpoint.
@@ -60,8 +61,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: M
 def load_torch(path: Path, safe_globals: tuple[type, ...] = ()) -> Any:
     """Read a file of tensors, containers and objects of the classes `safe_globals`, and execute nothing in it."""
     torch = import_torch(f"to read {path}")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
+    require(path.is_file(), f"{path}: no such file")
     try:
         # Memory-mapped where the format allows it, so that a large file is not in memory twice.
         mapped = zipfile.is_zipfile(path)
@@ -90,8 +90,7 @@ def state_dict_arrays(state: object, origin: str) -> dict[str, np.ndarray]:
     if not isinstance(state, Mapping) or not state:
         raise UserError(f"{origin} holds {type(state).__name__}, not a state dict (names to tensors)")
     others = [str(n) for n, value in state.items() if not isinstance(n, str) or not isinstance(value, torch.Tensor)]
-    if others:
-        raise UserError(f"{origin}: not tensors: {', '.join(others[:10])}. A state dict maps names to tensors")
+    require(not others, f"{origin}: not tensors: {', '.join(others[:10])}. A state dict maps names to tensors")
     names = "float16 bfloat16 float32 float64 int8 int16 int32 int64 uint8 bool"
     plain = {getattr(torch, name) for name in names.split()}
     others = [
@@ -99,8 +98,7 @@ def state_dict_arrays(state: object, origin: str) -> dict[str, np.ndarray]:
         for name, tensor in state.items()
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype not in plain
     ]
-    if others:
-        raise UserError(f"{origin}: tensors that are not plain arrays: {', '.join(others[:10])}")
+    require(not others, f"{origin}: tensors that are not plain arrays: {', '.join(others[:10])}")
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
     return {name: tensor.detach().to(wide.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in state.items()}
 
