@@ -145,10 +145,8 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"the checkpoint of step {self._saving} could not be written to {self._run.checkpoints}: "
-                f"{first_line(error)}. {self._fix()}"
-            ) from error
+            problem = f"the checkpoint of step {self._saving} could not be written to {self._run.checkpoints}"
+            raise UserError(f"{problem}: {first_line(error)}. {self._fix()}") from error
 
     def _fix(self) -> str:
         steps = checkpoint_steps(self._run)

@@ -183,10 +183,8 @@ def locked(run: RunDir) -> Iterator[bool]:
     with file:
         if not try_lock(file.fileno()):
             file.seek(0)
-            raise UserError(
-                f"{run.path} is in use by {file.read(200).strip() or 'another process'}: wait until it ends, stop it, "
-                "or give another --workdir"
-            )
+            owner, fix = file.read(200).strip() or "another process", "stop it, or give another --workdir"
+            raise UserError(f"{run.path} is in use by {owner}: wait until it ends, {fix}")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -170,17 +170,15 @@ def _read_state_dict(
     if tokenizer is None and (siblings / OWN_TOKENIZER).is_dir():
         tokenizer = siblings
     if tokenizer is None:
-        raise UserError(
-            f"{path}: the format {source} stores no tokenizer. Pass a run's folder or a tokenizer.json with --tokenizer"
-        )
+        fix = "Pass a run's folder or a tokenizer.json with --tokenizer"
+        raise UserError(f"{path}: the format {source} stores no tokenizer. {fix}")
     own = Path(tokenizer) / OWN_TOKENIZER
     tokenizers = TokenizerPair.load(own if own.is_dir() else Path(tokenizer))
     tensors = read_tensors(path)
     if source == "safetensors":
         if config is None:
-            raise UserError(
-                f"{path}: the format {source} stores no configuration. Pass a recipe or config.json with --config"
-            )
+            fix = "Pass a recipe or config.json with --config"
+            raise UserError(f"{path}: the format {source} stores no configuration. {fix}")
         return Imported(config, _own_params(tensors, config.model, path), tokenizers)
     table = read_mapping(mapping) if mapping else state_dict_format(source, tensors)
     if config is None:

@@ -162,16 +162,12 @@ def write_ctranslate2(
     tokenizers.save(folder / OWN_TOKENIZER)
     warn_about_penalty(decoding, "translate_batch", warn)
     if decoding.min_length != 1:
-        warn(
-            f"decoding.min_length={decoding.min_length} cannot be stored, and translate_batch assumes 1. Call it with "
-            f"min_decoding_length={decoding.min_length}"
-        )
+        fact = f"decoding.min_length={decoding.min_length} cannot be stored, and translate_batch assumes 1"
+        warn(f"{fact}. Call it with min_decoding_length={decoding.min_length}")
     if decoding.forbidden_ids:
-        words = tokenizers.target.tokens(decoding.forbidden_ids)
-        warn(
-            "decoding.forbidden_ids cannot be stored. Call translate_batch with "
-            f"suppress_sequences={json.dumps([[word] for word in words], ensure_ascii=False)}"
-        )
+        suppressed = [[word] for word in tokenizers.target.tokens(decoding.forbidden_ids)]
+        fix = f"Call translate_batch with suppress_sequences={json.dumps(suppressed, ensure_ascii=False)}"
+        warn(f"decoding.forbidden_ids cannot be stored. {fix}")
 
 
 def _settings(folder: Path, numbers: dict[str, float]) -> Settings:

@@ -98,10 +98,8 @@ def write_json(path: Path, tree: object) -> None:
 def warn_about_penalty(decoding: DecodingConfig, program: str, warn: Callable[[str], None]) -> None:
     """Warn that a program has another length penalty than a beam search."""
     if decoding.length_penalty == "gnmt" and decoding.beam_size > 1:
-        warn(
-            f"decoding.length_penalty='gnmt', but {program} has only length^alpha: its length_penalty={decoding.alpha} "
-            "prefers other lengths"
-        )
+        fact = f"{program} has only length^alpha: its length_penalty={decoding.alpha} prefers other lengths"
+        warn(f"decoding.length_penalty='gnmt', but {fact}")
 
 
 def unique_tokens(tokenizer: Tokenizer) -> list[str]:
@@ -124,10 +122,8 @@ def propose_config(
     if missing:
         shown = ", ".join(f"{name}={value!r}" for name, value in visible.items())
         flags = "; ".join(f"--{name.replace('_', '-')} ({why})" for name, why in missing.items())
-        raise UserError(
-            f"{origin}: the tensors determine {shown}, but not {', '.join(missing)}. Pass {flags}. "
-            "Or pass a complete configuration with --config"
-        )
+        problem = f"{origin}: the tensors determine {shown}, but not {', '.join(missing)}"
+        raise UserError(f"{problem}. Pass {flags}. Or pass a complete configuration with --config")
     special = [f"{name}_id" for name in SPECIAL]
     ids = {name: getattr(tokenizers.source, name) for name in special} if tokenizers else {}
     ids = {name: ids["pad_id"] if value is None else value for name, value in ids.items()}

@@ -16,7 +16,7 @@ from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConf
 from transformer_jax.data.subword import SubwordTokenizer, read_codes
 from transformer_jax.data.tokenizer import Tokenizer, WordTokenizer
 from transformer_jax.data.tokenizer_pair import TokenizerPair
-from transformer_jax.interop.exchange import Imported, ModelFields, Settings, training_length
+from transformer_jax.interop.exchange import Imported, ModelFields, Settings, T, training_length
 from transformer_jax.interop.mapping import names
 from transformer_jax.interop.tables import Format, Legal, Tensors, embeddings, from_foreign, renamed
 from transformer_jax.interop.tensor_files import load_torch, single_file, state_dict_arrays
@@ -177,10 +177,8 @@ def _languages(settings: Settings, folder: Path) -> tuple[str, str]:
     source, target = (settings.read(f"{side}_lang", str, "") for side in ("source", "target"))
     if not source or not target:
         found = ", ".join(sorted(file.name for file in folder.glob("dict.*.txt"))) or "none"
-        raise UserError(
-            f"{folder}: the checkpoint's settings name no source_lang and target_lang, so it is not known which "
-            f"dictionary ({found}) belongs to which side"
-        )
+        problem = "the checkpoint's settings name no source_lang and target_lang"
+        raise UserError(f"{folder}: {problem}, so it is not known which dictionary ({found}) belongs to which side")
     for language in (source, target):
         problem = f"the checkpoint's settings name the language {language!r:.80}, which may not be part of a file name"
         require(re.fullmatch(r"[\w.-]+", language), f"{folder}: {problem}")
@@ -200,17 +198,15 @@ _LEGAL_SETTINGS: dict[str, tuple[object, ...]] = {
 def _model_config(settings: Settings, pair: TokenizerPair, tensors: Tensors) -> ModelConfig:
     settings.require(_LEGAL_SETTINGS)
     read = settings.read
-    pre = read("encoder_normalize_before", bool, False)
-    learned = read("encoder_learned_pos", bool, False)
-    d_model = read("encoder_embed_dim", int, 512)
-    for name, kind, default, value in (
-        ("normalize_before", bool, False, pre),
-        ("learned_pos", bool, False, learned),
-        ("embed_dim", int, 512, d_model),
-    ):
-        other = read(f"decoder_{name}", kind, default)
-        if other != value:
+
+    def shared(name: str, kind: type[T], default: T) -> T:
+        """Return a setting that the encoder and the decoder must share."""
+        value = read(f"encoder_{name}", kind, default)
+        if read(f"decoder_{name}", kind, default) != value:
             raise settings.error(f"decoder_{name}", f"the value of encoder_{name}, {value},")
+        return value
+
+    pre, learned = shared("normalize_before", bool, False), shared("learned_pos", bool, False)
     tied = "target" if read("share_decoder_input_output_embed", bool, False) else "none"
     table = tensors.get("encoder.embed_positions.weight") if learned else None
     fields: ModelFields = {
@@ -224,7 +220,7 @@ def _model_config(settings: Settings, pair: TokenizerPair, tensors: Tensors) -> 
     return ModelConfig(
         vocab_size=pair.target.vocab_size,
         source_vocab_size=None if pair.joint else pair.source.vocab_size,
-        d_model=d_model,
+        d_model=shared("embed_dim", int, 512),
         **fields,
         norm_position="pre" if pre else "post",
         final_norm=pre,

@@ -103,11 +103,10 @@ def check_expressible(model: ModelConfig, format_name: str, legal: Legal) -> Non
     ]
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         if not stack.d_k * stack.num_heads == stack.d_v * stack.num_heads == model.d_model:
-            problems.append(
-                f"the {name} has {stack.num_heads} heads with d_k={stack.d_k} and d_v={stack.d_v}, but {format_name} "
-                f"requires d_k = d_v = d_model / heads with model.d_model={model.d_model} (fields d_k, d_v, "
-                "decoder_d_k, decoder_d_v)"
-            )
+            found = f"the {name} has {stack.num_heads} heads with d_k={stack.d_k} and d_v={stack.d_v}"
+            needed = f"d_k = d_v = d_model / heads with model.d_model={model.d_model}"
+            fields = "(fields d_k, d_v, decoder_d_k, decoder_d_v)"
+            problems.append(f"{found}, but {format_name} requires {needed} {fields}")
     require(not problems, f"{format_name} cannot express this model: {'; '.join(problems)}")
 
 

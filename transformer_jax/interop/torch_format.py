@@ -14,6 +14,7 @@ import numpy as np
 from transformer_jax.interop.mapping import NormNames, names
 from transformer_jax.interop.tables import Format, Row, Tensors, embeddings, flatten, renamed, unflatten
 from transformer_jax.model.attention import MultiHeadAttention
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import Params, UserError
 
 _ATTENTION = names({"in_proj_": "{query,key,value}", "out_proj": "output"})
@@ -35,8 +36,8 @@ def attention_from_torch(state_dict: Tensors, num_heads: int) -> Params:
             "or without in_proj_bias and out_proj.bias. Use a module without kdim, vdim, bias_k and bias_v."
         )
     d_model = len(state_dict["out_proj.weight"])
-    if d_model % num_heads:
-        raise UserError(f"num_heads={num_heads} does not divide d_model={d_model}. Pass the module's num_heads.")
+    problem = f"num_heads={num_heads} does not divide d_model={d_model}"
+    require(d_model % num_heads == 0, f"{problem}. Pass the module's num_heads.")
     module = MultiHeadAttention(d_model, num_heads, use_bias="in_proj_bias" in state_dict)
     abstract = jax.eval_shape(module.init, jax.random.key(0), np.zeros((1, 1, d_model), np.float32))["params"]
     shapes = {path: leaf.shape for path, leaf in flatten(abstract).items()}
@@ -53,11 +54,8 @@ def attention_to_torch(params: Params) -> dict[str, np.ndarray]:
     d_model, num_heads, _ = params["query"]["kernel"].shape
     for name in ("query", "key", "value"):
         shape = params[name]["kernel"].shape
-        if shape[1] * shape[2] != d_model:
-            raise UserError(
-                f"{name}/kernel has shape {list(shape)}; torch.nn.MultiheadAttention needs heads of width d_model / "
-                f"num_heads = {d_model / num_heads:g}"
-            )
+        fix = f"torch.nn.MultiheadAttention needs heads of width d_model / num_heads = {d_model / num_heads:g}"
+        require(shape[1] * shape[2] == d_model, f"{name}/kernel has shape {list(shape)}; {fix}")
     leaves = flatten(params)
     return {row.foreign[0]: row.stack(leaves) for row in _ATTENTION if row.ours[0] in leaves}
 

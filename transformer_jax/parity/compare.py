@@ -250,8 +250,6 @@ def _compare_search(
                 continue
             is_tie = abs(our_score - their_score) <= SCORE
             beam_equal &= is_tie
-            notes.append(
-                f"beam search, sentence {number}: {ours} ({our_score:.6f}) here, {theirs} ({their_score:.6f}) there"
-                + (": a tie" if is_tie else "")
-            )
+            texts = f"{ours} ({our_score:.6f}) here, {theirs} ({their_score:.6f}) there"
+            notes.append(f"beam search, sentence {number}: {texts}{': a tie' if is_tie else ''}")
     return greedy_equal, beam_equal, notes

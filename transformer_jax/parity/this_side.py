@@ -14,6 +14,7 @@ import optax
 
 from transformer_jax.config import DecodingConfig, ModelConfig, TrainingConfig
 from transformer_jax.decoding.decode import prepare, search, search_spec
+from transformer_jax.decoding.translator import pad
 from transformer_jax.interop.tables import flatten
 from transformer_jax.model.attention import MultiHeadAttention
 from transformer_jax.model.feed_forward import FeedForward
@@ -141,8 +142,7 @@ def convert_source(src: np.ndarray, origin: ModelConfig, target: ModelConfig) ->
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int) -> np.ndarray:
     """Return rows of token ids as one array, padded on the right."""
-    width = max(map(len, rows))
-    return np.array([[*row, *[pad_id] * (width - len(row))] for row in rows], np.int32)
+    return pad(rows, (len(rows), max(map(len, rows))), pad_id)
 
 
 def _recorder() -> optax.GradientTransformation:
