@@ -1,6 +1,8 @@
 """Fused attention, rematerialization and scanned layers do not change what the model computes."""
 
 import dataclasses
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,11 @@ from model_cases import apply, as_float32, random_params, sentences, tiny
 from transformer_jax.config import ModelConfig
 from transformer_jax.model import attention
 from transformer_jax.model.attention import MultiHeadAttention, scaled_dot_product_attention
+from transformer_jax.model.feed_forward import relu
 from transformer_jax.model.transformer import Transformer, abstract_params, attention_maps
+from transformer_jax.training.loss import PAPER_LOSS
+from transformer_jax.training.step import loss_sums
+from transformer_jax.types import Batch
 
 WAYS = (
     {"remat": "layers"},
@@ -33,7 +39,7 @@ def test_fused_attention_equals_the_equation_and_fully_masked_rows_give_zeros():
     """Run the wrapper of the cuDNN kernel on JAX's own implementation of attention."""
     for length, mask in ((4, None), (4, MASK), (4, jnp.tril(jnp.ones((4, 4), bool))[None, None] & MASK), (3, None)):
         query, key, value = inputs(length=length)
-        found = attention._fused_attention(query, key, value, mask, "xla")
+        found = attention.fused_attention(query, key, value, mask, "xla")
         expected = scaled_dot_product_attention(query, key, value, mask)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         if mask is not None:
@@ -47,13 +53,14 @@ def nvidia(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
     class Device:
-        device_kind = "NVIDIA H100"
         compute_capability = "9.0"
 
-    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Device()])
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda capability: True)
-    return Device
+    attention._has_cudnn.cache_clear()
+    yield Device
+    attention._has_cudnn.cache_clear()
 
 
 def for_cuda(function, *args):
@@ -83,7 +90,60 @@ def test_model_uses_cudnn_at_any_length_and_not_on_old_gpus(nvidia, monkeypatch)
 
     assert for_cuda(jax.grad(loss), params, tokens, tokens).count("fmhaScaleBiasSoftmaxBackward") == 3
     monkeypatch.setattr(nvidia, "compute_capability", "7.5")
+    attention._has_cudnn.cache_clear()
     assert "cudnn" not in for_cuda(lambda *args: loss(*args), params, tokens, tokens)
+
+
+def test_kernel_is_chosen_by_the_platform_that_is_lowered_for(nvidia):
+    attend = partial(scaled_dot_product_attention, kernel="auto")
+    args = inputs(jnp.bfloat16)
+    for platform, is_fused in (("cuda", True), ("cpu", False), ("tpu", False)):
+        text = jax.jit(attend).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert ("cudnn" in text) == is_fused
+
+
+def test_training_tells_cudnn_lengths_and_causality_instead_of_a_mask(nvidia):
+    config = ModelConfig(vocab_size=11, d_model=16, num_heads=2, d_ff=16, num_layers=1, dtype="bfloat16")
+    src, tgt = (jax.ShapeDtypeStruct((3, length), jnp.int32) for length in (5, 7))
+
+    def loss(params, src, tgt):
+        return loss_sums(Transformer(config), params, Batch(src, tgt, tgt), PAPER_LOSS, deterministic=True).loss_sum
+
+    text = for_cuda(jax.grad(loss), abstract_params(config), src, tgt)
+    assert text.count("fmhaSoftmax(") == text.count("fmhaSoftmaxBackward(") == 3
+    assert "fmhaScaleBias" not in text
+    kinds = re.findall(r"mask_type\W+?22: .22([A-Z]+)", text)
+    assert sorted(kinds) == ["CAUSAL"] * 2 + ["PADDING"] * 4
+
+
+def test_right_padded_masks_change_neither_loss_nor_gradients(monkeypatch):
+    config = dataclasses.replace(tiny(), attention_kernel="auto")
+    model, params = Transformer(config), as_float32(random_params(config))
+    src, tgt_in = (np.array(rows) for rows in sentences(config))
+    src[1, 2:], tgt_in[1, 3:], src[2], tgt_in[2] = 0, 0, 0, 0  # padding last, and a row of nothing but padding
+    tgt_out = np.where(np.roll(tgt_in, -1, axis=1) == 0, 0, tgt_in)
+    batch = Batch(*map(jnp.asarray, (src, tgt_in, tgt_out)))
+
+    def loss(params):
+        return loss_sums(model, params, batch, PAPER_LOSS, deterministic=True).loss_sum
+
+    expected = jax.value_and_grad(loss)(params)
+    monkeypatch.setattr(attention, "fits_cudnn", lambda *args: True)
+    monkeypatch.setattr(
+        attention,
+        "scaled_dot_product_attention",
+        lambda query, key, value, mask, kernel: attention.fused_attention(query, key, value, mask, "xla"),
+    )
+    found = jax.value_and_grad(loss)(params)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-4), found, expected)
+
+
+def test_relu_has_the_derivative_of_its_definition():
+    x = jnp.array([-2.0, -0.0, 0.0, 1e-30, 3.0, jnp.nan, jnp.inf, -jnp.inf])
+    np.testing.assert_array_equal(relu(x), jax.nn.relu(x))
+    tangent = jnp.arange(8.0) + 1
+    for derivative in (lambda f: jax.jvp(f, (x,), (tangent,))[1], lambda f: jax.vjp(f, x)[1](tangent)[0]):
+        np.testing.assert_array_equal(derivative(relu), derivative(jax.nn.relu))
 
 
 def test_attention_dropout_disables_the_fused_kernel(nvidia):

@@ -1,6 +1,7 @@
 """The training and evaluation steps."""
 
 import dataclasses
+import re
 from functools import cache, partial
 
 import jax
@@ -11,15 +12,15 @@ import pytest
 import reference
 from tiny_training import MODEL
 
-from transformer_jax.config import TrainingConfig
+from transformer_jax.config import ModelConfig, TrainingConfig
 from transformer_jax.data.batching import Rows, Shape, make_batch
 from transformer_jax.data.encoding import EncodedPairs
-from transformer_jax.model.transformer import Transformer
+from transformer_jax.model.transformer import Transformer, abstract_params
 from transformer_jax.testing import assert_trees_close, assert_trees_identical, random_batch
 from transformer_jax.training.loss import LossSpec
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.sharding import batch_sharding, make_mesh, put_batch
-from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, train_step
+from transformer_jax.training.step import dropout_rng, eval_step, init_rng, init_state, norm_of_stacks, train_step
 from transformer_jax.types import PAD_ID
 
 RNG = dropout_rng(0)
@@ -192,3 +193,24 @@ def test_packed_batch_gives_the_evaluation_of_its_pairs():
     one, other = (step(compiled()[0].params, batch) for batch in packed_and_unpacked())
     assert one.num_tokens == other.num_tokens
     assert_trees_close(one, other)
+
+
+def test_norm_of_stacks_equals_the_norm_of_the_arrays():
+    config = ModelConfig(vocab_size=11, d_model=16, num_heads=2, d_ff=16, num_layers=2, norm_position="pre")
+    leaves, tree = jax.tree.flatten(abstract_params(config))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    params = tree.unflatten([jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
+    np.testing.assert_allclose(norm_of_stacks(params), optax.tree.norm(params), rtol=1e-6)
+    # d_ff equals d_model, but the sharding of the two matrices differs.
+    stacks = jax.make_jaxpr(norm_of_stacks)(params).jaxpr.eqns
+    assert sum(eqn.primitive.name == "concatenate" for eqn in stacks) < len(leaves) / 2
+
+
+def test_update_is_selected_without_a_conditional_on_accelerators():
+    """A conditional makes the host wait for its predicate there, and copies every array of its branches."""
+    state, step = compiled()
+    traced = step.trace(state, random_batch(0), RNG)
+    on_predicate = r'\(tensor<i1>\) -> tensor<i32>\s+%\w+(:\d+)? = "stablehlo.case"'
+    for platform, has_conditional in (("cpu", True), ("tpu", False), ("cuda", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert bool(re.search(on_predicate, text)) == has_conditional

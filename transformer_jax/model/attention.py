@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.model.initializers import Initialization, attention_initializer, xavier_uniform
 from transformer_jax.model.linear import Linear
+from transformer_jax.model.masks import PaddedMask
 
 AttentionKernel = Literal["auto", "xla"]
 
@@ -53,7 +54,7 @@ def scaled_dot_product_attention(
     query: Float[Array, "b t h d_k"],
     key: Float[Array, "b s h d_k"],
     value: Float[Array, "b s h d_v"],
-    mask: Bool[Array, "#b #h #t s"] | None = None,
+    mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
     kernel: AttentionKernel = "xla",
 ) -> Float[Array, "b t h d_v"]:
     """Compute softmax(Q K^T / sqrt(d_k)) V (paper equation 1).
@@ -63,47 +64,67 @@ def scaled_dot_product_attention(
         key: Keys of each head.
         value: Values of each head.
         mask: True where a query may attend to a key. None lets every query attend to every key.
-        kernel: `auto` calls NVIDIA's fused kernel, which never writes the attention weights to memory, if
-            `fits_cudnn` accepts the inputs. `xla` never calls it.
+        kernel: `auto` calls NVIDIA's fused kernel, which never writes the weights to memory, if the program is compiled
+            for an NVIDIA GPU and `fits_cudnn` accepts the inputs. `xla` never calls it.
 
     Returns:
-        The attended values. A query that may attend to nothing gives zeros, never NaN.
+        The attended values. A query that may attend to nothing gives zeros, never NaN (but see `PaddedMask`).
 
     >>> scaled_dot_product_attention(jnp.zeros((1, 1, 1, 2)), jnp.zeros((1, 2, 1, 2)), jnp.array([[[[1.0]], [[3.0]]]]))
     Array([[[[2.]]]], dtype=float32)
     """
+
+    def plain(query: Array, key: Array, value: Array) -> Array:
+        return weighted_sum(attention_weights(query, key, _dense(mask)), value)
+
     if kernel == "auto" and fits_cudnn(query, key, value):
-        return _fused_attention(query, key, value, mask, "cudnn")
-    return weighted_sum(attention_weights(query, key, mask), value)
+        cudnn = partial(fused_attention, mask=mask, implementation="cudnn")
+        return jax.lax.platform_dependent(query, key, value, cuda=cudnn, default=plain)
+    return plain(query, key, value)
+
+
+def _dense(mask: Bool[Array, "#b #h #t s"] | PaddedMask | None) -> Bool[Array, "#b #h #t s"] | None:
+    return mask.mask if isinstance(mask, PaddedMask) else mask
 
 
 def fits_cudnn(
     query: Float[Array, "b t h d_k"], key: Float[Array, "b s h d_k"], value: Float[Array, "b s h d_v"]
 ) -> bool:
-    """Return whether cuDNN's kernel is available (NVIDIA GPUs since Ampere) and supports these dtypes and widths."""
-    device = jax.devices()[0]
-    is_available = "NVIDIA" in device.device_kind and float(device.compute_capability) >= 8
+    """Return whether cuDNN's kernel is installed and supports these dtypes and widths (NVIDIA GPUs since Ampere)."""
     is_bfloat16 = all(array.dtype == jnp.bfloat16 for array in (query, key, value))
-    return is_available and is_bfloat16 and query.shape[3] == value.shape[3] <= 128 and query.shape[3] % 8 == 0
+    return is_bfloat16 and query.shape[3] == value.shape[3] <= 128 and query.shape[3] % 8 == 0 and _has_cudnn()
 
 
-def _fused_attention(
+@cache
+def _has_cudnn() -> bool:
+    """Return whether JAX can trace cuDNN's kernel here. An NVIDIA GPU of this machine must support it."""
+    x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    try:
+        jax.eval_shape(partial(jax.nn.dot_product_attention, implementation="cudnn"), x, x, x)
+        return all(float(device.compute_capability) >= 8 for device in jax.local_devices(backend="cuda"))
+    except RuntimeError as error:  # no cuDNN, or cuDNN without a GPU, where programs may be compiled for one
+        return "cuDNN" not in str(error)
+
+
+def fused_attention(
     query: Float[Array, "b t h d_k"],
     key: Float[Array, "b s h d_k"],
     value: Float[Array, "b s h d_v"],
-    mask: Bool[Array, "#b #h #t s"] | None,
+    mask: Bool[Array, "#b #h #t s"] | PaddedMask | None,
     implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "b t h d_v"]:
-    """Compute attention by JAX's function, but give zeros for a query that may attend to nothing."""
+    """Compute attention by JAX's function. Without a `PaddedMask`, a query that may attend to nothing gives zeros."""
     t, s = query.shape[1], key.shape[1]
+    # The gradient of cuDNN's kernel requires even lengths.
+    query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
+    attend = partial(jax.nn.dot_product_attention, query, key, value, implementation=implementation)
+    if isinstance(mask, PaddedMask):
+        return attend(key_value_seq_lengths=mask.key_lengths, is_causal=mask.is_causal)[:, :t]
     mask = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], t, s))
-    # The gradient of the kernel requires even lengths.
-    query, key, value = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (query, key, value))
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, t % 2), (0, s % 2)))
-    output = jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
     attends = jnp.any(mask, axis=-1, keepdims=True)  # #b #h t 1
-    return jnp.where(jnp.swapaxes(attends, 1, 2), output, 0)[:, :t]
+    return jnp.where(jnp.swapaxes(attends, 1, 2), attend(mask=mask), 0)[:, :t]
 
 
 class KeysValues(NamedTuple):
@@ -166,7 +187,7 @@ class MultiHeadAttention(nn.Module):
         self,
         x: Float[Array, "*b t d_model"],
         memory: Float[Array, "*b s d_model"] | None = None,
-        mask: Bool[Array, "#b #h #t s"] | None = None,
+        mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
@@ -191,8 +212,8 @@ class MultiHeadAttention(nn.Module):
         query, key, value = self.query(x), self.key(memory), self.value(memory)
         has_dropout = self.dropout_rate > 0 and not deterministic
         if self.kernel == "auto" and not has_dropout and fits_cudnn(query, key, value):
-            return self.output(_fused_attention(query, key, value, mask, "cudnn"))
-        weights = self.dropout(self.weights(query, key, mask), deterministic=deterministic)
+            return self.output(scaled_dot_product_attention(query, key, value, mask, "auto"))
+        weights = self.dropout(self.weights(query, key, _dense(mask)), deterministic=deterministic)
         return self.output(weighted_sum(weights, value))
 
     def weights(

@@ -5,6 +5,7 @@ from typing import Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_jax.model.initializers import xavier_uniform
@@ -13,11 +14,23 @@ from transformer_jax.model.linear import Linear
 Activation = Literal["relu", "gelu", "swish"]
 
 
+@jax.custom_jvp
+def relu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return max(0, x). Its derivative is computed from the result, so the backward pass need not store x too."""
+    return jnp.maximum(x, 0)
+
+
+@relu.defjvp
+def _relu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    y = jax.lax.optimization_barrier(relu(*primals))
+    return y, jnp.where(y > 0, tangents[0], 0)
+
+
 def activate(x: Float[Array, "..."], activation: Activation) -> Float[Array, "..."]:
     """Apply max(0, x) (paper equation 2), gelu x Phi(x) (exact, not its tanh approximation) or swish x sigmoid(x)."""
     if activation == "gelu":
         return jax.nn.gelu(x, approximate=False)
-    return jax.nn.relu(x) if activation == "relu" else jax.nn.swish(x)
+    return relu(x) if activation == "relu" else jax.nn.swish(x)
 
 
 class FeedForward(nn.Module):

@@ -13,6 +13,7 @@ from transformer_jax.config import ModelConfig, StackSize
 from transformer_jax.model.attention import KeysValues, MultiHeadAttention
 from transformer_jax.model.cache import Cache
 from transformer_jax.model.feed_forward import FeedForward
+from transformer_jax.model.masks import PaddedMask
 from transformer_jax.model.normalization import LayerNorm
 from transformer_jax.types import Params
 
@@ -92,7 +93,7 @@ class EncoderLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "b s d_model"],
-        src_mask: Bool[Array, "#b #h #t s"] | None = None,
+        src_mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
@@ -123,8 +124,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Float[Array, "b t d_model"],
         memory: Float[Array, "b s d_model"],
-        tgt_mask: Bool[Array, "#b #h t t"] | None = None,
-        src_mask: Bool[Array, "#b #h #t s"] | None = None,
+        tgt_mask: Bool[Array, "#b #h t t"] | PaddedMask | None = None,
+        src_mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:
@@ -226,7 +227,7 @@ class Encoder(nn.Module):
     def __call__(
         self,
         x: Float[Array, "b s d_model"],
-        src_mask: Bool[Array, "#b #h #t s"] | None = None,
+        src_mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
@@ -250,8 +251,8 @@ class Decoder(nn.Module):
         self,
         x: Float[Array, "b t d_model"],
         memory: Float[Array, "b s d_model"],
-        tgt_mask: Bool[Array, "#b #h t t"] | None = None,
-        src_mask: Bool[Array, "#b #h #t s"] | None = None,
+        tgt_mask: Bool[Array, "#b #h t t"] | PaddedMask | None = None,
+        src_mask: Bool[Array, "#b #h #t s"] | PaddedMask | None = None,
         *,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:

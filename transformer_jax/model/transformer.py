@@ -14,7 +14,7 @@ from transformer_jax.model.embedding import Embedding, Unembedding, unembed
 from transformer_jax.model.initializers import xavier_uniform
 from transformer_jax.model.layers import Decoder, Encoder
 from transformer_jax.model.linear import concatenate_linear_maps, matmul, prepare_linear_maps, quantize
-from transformer_jax.model.masks import causal_mask, padding_mask, segment_mask, target_mask
+from transformer_jax.model.masks import PaddedMask, causal_mask, padding_mask, segment_mask, target_mask
 from transformer_jax.model.positional import LearnedPositions, segment_positions, sinusoids
 from transformer_jax.types import Params, UserError
 
@@ -64,8 +64,8 @@ class Transformer(nn.Module):
         src: Int[Array, "b s"],
         tgt_in: Int[Array, "b t"],
         *,
-        src_mask: Bool[Array, " b #h #t s"] | None = None,
-        tgt_mask: Bool[Array, " b #h t t"] | None = None,
+        src_mask: Bool[Array, " b #h #t s"] | PaddedMask | None = None,
+        tgt_mask: Bool[Array, " b #h t t"] | PaddedMask | None = None,
         src_segments: Int[Array, "b s"] | None = None,
         tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
@@ -86,16 +86,24 @@ class Transformer(nn.Module):
             ValueError: Segments are given for one side only, or together with masks.
             UserError: A sequence is longer than the learned position table, or the mesh has Explicit axes.
         """
-        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask, "src_segments": src_segments, "tgt_segments": tgt_segments}
-        return unembed(*self.hidden_states(src, tgt_in, **masks, deterministic=deterministic))
+        x, unembedding = self.hidden_states(
+            src,
+            tgt_in,
+            src_mask=src_mask,
+            tgt_mask=tgt_mask,
+            src_segments=src_segments,
+            tgt_segments=tgt_segments,
+            deterministic=deterministic,
+        )
+        return unembed(x, unembedding)
 
     def hidden_states(
         self,
         src: Int[Array, "b s"],
         tgt_in: Int[Array, "b t"],
         *,
-        src_mask: Bool[Array, " b #h #t s"] | None = None,
-        tgt_mask: Bool[Array, " b #h t t"] | None = None,
+        src_mask: Bool[Array, " b #h #t s"] | PaddedMask | None = None,
+        tgt_mask: Bool[Array, " b #h t t"] | PaddedMask | None = None,
         src_segments: Int[Array, "b s"] | None = None,
         tgt_segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
@@ -119,7 +127,7 @@ class Transformer(nn.Module):
         self,
         src: Int[Array, "b s"],
         *,
-        src_mask: Bool[Array, " b #h #t s"] | None = None,
+        src_mask: Bool[Array, " b #h #t s"] | PaddedMask | None = None,
         segments: Int[Array, "b s"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b s d_model"]:
@@ -133,9 +141,9 @@ class Transformer(nn.Module):
         self,
         tgt_in: Int[Array, "b t"],
         memory: Float[Array, "b s d_model"],
-        src_mask: Bool[Array, " b #h #t s"],
+        src_mask: Bool[Array, " b #h #t s"] | PaddedMask,
         *,
-        tgt_mask: Bool[Array, " b #h t t"] | None = None,
+        tgt_mask: Bool[Array, " b #h t t"] | PaddedMask | None = None,
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t v"]:
@@ -149,9 +157,9 @@ class Transformer(nn.Module):
         self,
         tgt_in: Int[Array, "b t"],
         memory: Float[Array, "b s d_model"],
-        src_mask: Bool[Array, " b #h #t s"],
+        src_mask: Bool[Array, " b #h #t s"] | PaddedMask,
         *,
-        tgt_mask: Bool[Array, " b #h t t"] | None = None,
+        tgt_mask: Bool[Array, " b #h t t"] | PaddedMask | None = None,
         segments: Int[Array, "b t"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "b t d_model"]:

@@ -134,11 +134,12 @@ def _loss_forward(
     x: _X, output: Unembedding, targets: _Targets, spec: LossSpec
 ) -> tuple[_Sums, tuple[Array, Unembedding]]:
     """Return the sums, and the gradients of the loss with respect to x and the output layer as residuals."""
+    rounded_output = output._replace(table=output.table.astype(x.dtype))  # once, not for each chunk
 
     def chunk_sums_and_grads(positions: _Positions) -> tuple[tuple[_Sums, Unembedding], Array]:
-        sums, logits_grad = _sums_and_logits_grad(positions, output, spec)
+        sums, logits_grad = _sums_and_logits_grad(positions, rounded_output, spec)
         rounded = logits_grad.astype(x.dtype)
-        x_grad = rounded @ output.table.astype(x.dtype)
+        x_grad = rounded @ rounded_output.table
         table_grad = jnp.einsum("nv,nd->vd", rounded, positions[0], preferred_element_type=logits_grad.dtype)
         bias_grad = None if output.bias is None else jnp.sum(logits_grad, axis=0)
         return (sums, Unembedding(table_grad, bias_grad)), x_grad

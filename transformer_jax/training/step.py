@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -13,12 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transformer_jax.config import TrainingConfig
 from transformer_jax.model.embedding import Unembedding
+from transformer_jax.model.masks import right_padded_masks
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.accumulation import accumulate as accumulate_sums
 from transformer_jax.training.accumulation import split, sum_dtype
 from transformer_jax.training.dropout_rng import HASH
 from transformer_jax.training.loss import PAPER_LOSS, LossSpec, LossSums, fused_linear_cross_entropy
-from transformer_jax.training.sharding import row_multiple
+from transformer_jax.training.sharding import partition_spec, row_multiple
 from transformer_jax.types import Batch, Params
 
 
@@ -119,18 +121,39 @@ def train_step(
         (grads, sums), _ = accumulate_sums(lambda part: (grad_fn(state.params, *part), None), microbatches)
     count = jnp.maximum(sums.num_tokens, 1).astype(sums.loss_sum.dtype)
     grads = jax.tree.map(lambda g: g.astype(sum_dtype(g)) / count, grads)
-    grad_norm, mean_loss = optax.tree.norm(grads), sums.loss_sum / count
+    grad_norm, mean_loss = global_norm(grads), sums.loss_sum / count
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
     updated = update_enabled & jnp.isfinite(mean_loss) & jnp.isfinite(grad_norm)
+
+    old = state.params, state.opt_state
 
     def update() -> tuple[Params, optax.OptState]:
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         return optax.apply_updates(state.params, updates), opt_state
 
-    params, opt_state = jax.lax.cond(updated, update, lambda: (state.params, state.opt_state))
-    param_norm = optax.tree.norm(jax.tree.map(lambda p: p.astype(sum_dtype(p)), state.params))
+    # An accelerator selects inside the fused update; the branches of a conditional would copy every array there, and
+    # the host would wait for the predicate. A CPU saves the update's time and memory.
+    params, opt_state = jax.lax.platform_dependent(
+        cpu=lambda: jax.lax.cond(updated, update, lambda: old),
+        default=lambda: jax.tree.map(partial(jnp.where, updated), update(), old),
+    )
+    param_norm = global_norm(jax.tree.map(lambda p: p.astype(sum_dtype(p)), state.params))
     metrics = Metrics(mean_loss, sums.num_tokens, grad_norm, param_norm, updated)
     return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def global_norm(params: Params) -> Float[Array, ""]:
+    """Return the Euclidean norm of all parameters, by `norm_of_stacks` on accelerators."""
+    return jax.lax.platform_dependent(params, cpu=optax.tree.norm, default=norm_of_stacks)
+
+
+def norm_of_stacks(params: Params) -> Float[Array, ""]:
+    """Return the norm from stacks of arrays of equal shape and sharding: one kernel per stack, not one per array."""
+    stacks: dict[object, list[Array]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        spec = partition_spec(jax.tree_util.keystr(path, simple=True, separator="/"))
+        stacks.setdefault((leaf.shape, leaf.dtype, spec), []).append(leaf)
+    return optax.tree.norm([jnp.stack(leaves) for leaves in stacks.values()])
 
 
 def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: int | None = None) -> LossSums:
@@ -140,12 +163,12 @@ def eval_step(params: Params, batch: Batch, *, model: Transformer, max_logits: i
 
 def loss_sums(model: Transformer, params: Params, batch: Batch, loss: LossSpec, **options: Any) -> LossSums:
     """Sum the loss over a batch. The padding token is the model's. `options` are for `model.apply`."""
+    masks: dict[str, Any] = {"src_segments": batch.src_segments, "tgt_segments": batch.tgt_segments}
+    if batch.src_segments is None:
+        src_mask, tgt_mask = right_padded_masks(jnp.asarray(batch.src), jnp.asarray(batch.tgt_in), model.config.pad_id)
+        masks = {"src_mask": src_mask, "tgt_mask": tgt_mask}
     hidden: tuple[Array, Unembedding] = model.apply(  # type: ignore[assignment]  # more only with mutable collections
-        *({"params": params}, batch.src, batch.tgt_in),
-        src_segments=batch.src_segments,
-        tgt_segments=batch.tgt_segments,
-        method="hidden_states",
-        **options,
+        {"params": params}, batch.src, batch.tgt_in, method="hidden_states", **masks, **options
     )
     targets, spec = jnp.asarray(batch.tgt_out), dataclasses.replace(loss, pad_id=model.config.pad_id)
     return fused_linear_cross_entropy(*hidden, targets, targets != spec.pad_id, spec)
