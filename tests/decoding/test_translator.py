@@ -16,7 +16,7 @@ from translator_cases import WORDS, make, sentences
 from transformer_jax.config import DecodingConfig, ModelConfig, Sampling
 from transformer_jax.decoding import decode as decode_module
 from transformer_jax.decoding import translator as module
-from transformer_jax.decoding.decode import search_spec
+from transformer_jax.decoding.decode import prepare, search_spec
 from transformer_jax.decoding.search import SearchResult
 from transformer_jax.decoding.translator import Translator, padded_length, search
 from transformer_jax.evaluation.scoring import score_pairs
@@ -182,12 +182,13 @@ def test_padded_lengths_waste_little_computation():
 def test_search_longer_than_the_learned_positions_is_rejected():
     """The initial capacity of the cache is smaller than the position table."""
     model = ModelConfig(vocab_size=9, d_model=8, num_layers=1, num_heads=2, d_ff=8, positions="learned", max_length=40)
-    params, src = abstract_params(model), jax.ShapeDtypeStruct((1, 3), jnp.int32)
+    params = (jax.eval_shape(partial(prepare, config=model), abstract_params(model)),)
+    src = jax.ShapeDtypeStruct((1, 3), jnp.int32)
 
     def shape_of(max_length):
         limits = np.array([max_length], np.int32)
         spec = search_spec(model, DecodingConfig(beam_size=1), max_lengths=limits, max_length=max_length)
-        return jax.eval_shape(partial(search, model=Transformer(model)), params, src, spec)
+        return jax.eval_shape(partial(search, models=(Transformer(model),)), params, src, spec)
 
     assert shape_of(40).tokens.shape == (1, 1, 40)
     with pytest.raises(UserError, match=r"sequence of 41 tokens .* model\.max_length 40"):
