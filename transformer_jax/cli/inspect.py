@@ -78,10 +78,10 @@ class Params:
 
     def run(self) -> None:
         """Print the table."""
-        from transformer_jax.experiments.cost import params_report, render
+        from transformer_jax.experiments.cost import params_report
 
-        report = params_report(self.config, self.vocab_size, self.flops)
-        print(to_json(report) if self.json else render(report))
+        report, text = params_report(self.config, self.vocab_size, self.flops)
+        print(to_json(report) if self.json else text)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ softmax, LayerNorm and biases are not counted; they are a few percent.
 
 import dataclasses
 import runpy
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from transformer_jax.config import Config, ModelConfig, StackSize
@@ -108,29 +107,40 @@ def training_flops(config: ModelConfig, src_length: int = SENTENCE_LENGTH, tgt_l
     return Sides(6 * (entries.source + products.source), 6 * (entries.target + products.target))
 
 
-def params_report(recipe: str, vocab_size: int | None = None, flops: bool = False) -> Report:
+def params_report(recipe: str, vocab_size: int | None = None, flops: bool = False) -> tuple[Report, str]:
     """Return the parameters of a recipe by part, or those of each row if its file has several (`ROWS` and `PAPER`).
 
     An empty recipe selects the built-in one. Without a vocabulary size, rows are counted with Table 3's two sizes.
+
+    Returns:
+        The numbers as a tree that JSON can hold, and as text.
     """
     config = load_recipe(recipe) if recipe else numbers_config()
     module = runpy.run_path(recipe) if recipe.endswith(".py") else {}  # else FILE:NAME, or a run's config.json
     report: Report = {"recipe": recipe or "numbers"}
     configs = {report["recipe"]: config}
     if "ROWS" in module and "PAPER" in module:
-        changes, paper = module["ROWS"], module["PAPER"]
-        configs = {name: module["get_config"](name) for name in changes}
+        configs = {name: module["get_config"](name) for name in module["ROWS"]}
         sizes = [FIRST_RELEASE_VOCAB_SIZE, PAPER_VOCAB_SIZE] if vocab_size is None else [vocab_size]
-        rows = [_row(name, configs[name], changes[name], paper[name].millions, sizes) for name in configs]
-        report["table"] = {"vocab_sizes": sizes, "rows": rows}
+        report["table"], lines = _table(module, configs, sizes)
         configs = {name: config for name, config in configs.items() if name in PAPER_COSTS}
     else:
         model = _with_vocab_size(config.model, vocab_size)
         report |= {"vocab_size": model.vocab_size, "parameters": parameters_by_part(model)}
+        lines = [f"{report['recipe']}, vocabulary {model.vocab_size:,}"]
+        lines += [f"  {part:11} {count:>13,}" for part, count in report["parameters"].items()]
     if flops:
-        report["flops"] = [_cost(name, config, vocab_size) for name, config in configs.items()]
+        costs = [_cost(name, config, vocab_size) for name, config in configs.items()]
+        report["flops"] = [cost for cost, _ in costs]
         report["paper_cost"] = {n: c._asdict() | {"recomputed": c.recomputed} for n, c in PAPER_COSTS.items()}
-    return report
+        lines += [line for _, cost_lines in costs for line in ["", *cost_lines]]
+        lines += ["", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):"]
+        lines += [
+            f"  {name:4}  {cost.hours:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
+            f"{cost.recomputed:.2e}; the paper states {cost.flops:.1e}"
+            for name, cost in PAPER_COSTS.items()
+        ]
+    return report, "\n".join(lines)
 
 
 def _with_vocab_size(model: ModelConfig, vocab_size: int | None) -> ModelConfig:
@@ -140,81 +150,54 @@ def _with_vocab_size(model: ModelConfig, vocab_size: int | None) -> ModelConfig:
     return dataclasses.replace(model, vocab_size=vocab_size, source_vocab_size=source)
 
 
-def _row(name: str, config: Config, changes: dict[str, object], paper: int | None, sizes: list[int]) -> Report:
-    """Return the parameters of a row of Table 3 for each vocabulary size, next to the paper's number in millions."""
-    # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
-    models = [dataclasses.replace(_with_vocab_size(config.model, size), attention_bias=True) for size in sizes]
-    counts = [parameters_by_part(model)["total"] for model in models]
-    return {
-        "row": name,
-        "change": ", ".join(f"{key.partition('.')[2]} {value}" for key, value in changes.items()),
-        "parameters": counts,
-        "paper_millions": paper,
-        "match": [None if paper is None else round(count / 1e6) == paper for count in counts],
+def _table(module: Report, configs: dict[str, Config], sizes: list[int]) -> tuple[Report, list[str]]:
+    """Return the parameters of Table 3's rows for each vocabulary size, next to the paper's numbers in millions."""
+    rows, lines = [], []
+    changes = {
+        name: ", ".join(f"{key.partition('.')[2]} {value}" for key, value in row.items())
+        for name, row in module["ROWS"].items()
     }
+    width = max(map(len, changes.values()))
+    for name, config in configs.items():
+        # With the biases of the first release. Without them C6 would have 52.47 million parameters, which is not 53.
+        models = [dataclasses.replace(_with_vocab_size(config.model, size), attention_bias=True) for size in sizes]
+        counts, paper = [parameters_by_part(model)["total"] for model in models], module["PAPER"][name].millions
+        match = [None if paper is None else round(count / 1e6) == paper for count in counts]
+        row = {"row": name, "change": changes[name], "parameters": counts, "paper_millions": paper, "match": match}
+        rows.append(row)
+        millions = "".join(f"{count / 1e6:10.2f}" for count in counts)
+        fits = {None: "-", True: "yes", False: "no"}[match[0]]
+        lines.append(f"{name:5} {changes[name]:{width}}{millions}{'-' if paper is None else paper:>7}  {fits}")
+    heads = [f"V={size:,}" for size in sizes]
+    title = "parameters in millions, with biases on the attention projections as in the first released code"
+    head = f"{'row':5} {'change':{width}}{''.join(f'{head:>10}' for head in heads)}{'paper':>7}  match at {heads[0]}"
+    return {"vocab_sizes": sizes, "rows": rows}, [title, head, *lines]
 
 
-def _cost(name: str, config: Config, vocab_size: int | None) -> Report:
-    model = _with_vocab_size(config.model, vocab_size)
-    tokens, steps, per_token = config.data.batch_tokens, config.training.num_steps, training_flops(model)
-    return {
-        "name": name,
-        "vocab_size": model.vocab_size,
-        "length": SENTENCE_LENGTH,
-        "matrix_entries": matrix_entries(model)._asdict(),
-        "attention_products": attention_products(model, SENTENCE_LENGTH, SENTENCE_LENGTH)._asdict(),
-        "flops_per_token": per_token._asdict(),
-        "batch_tokens": tokens,
-        "num_steps": steps,
-        "total": float(sum(per_token) * tokens * steps),
+def _cost(name: str, config: Config, vocab_size: int | None) -> tuple[Report, list[str]]:
+    """Return the operations of training a model, and their share of the paper's."""
+    model, length = _with_vocab_size(config.model, vocab_size), SENTENCE_LENGTH
+    sides = {
+        "matrix_entries": matrix_entries(model),
+        "attention_products": attention_products(model, length, length),
+        "flops_per_token": training_flops(model),
     }
-
-
-def render(report: Report) -> str:
-    """Return a report of `params_report` as text."""
-    if "table" in report:
-        lines = list(_table_lines(report["table"]))
-    else:
-        lines = [f"{report['recipe']}, vocabulary {report['vocab_size']:,}"]
-        lines += [f"  {part:11} {count:>13,}" for part, count in report["parameters"].items()]
-    for cost in report.get("flops", ()):
-        lines += ["", *_cost_lines(cost)]
-    if "flops" in report:
-        lines += ["", "the paper's cost is time x GPUs x sustained single-precision rate (section 6.1):"]
-        lines += [
-            f"  {name:4}  {cost['hours']:g} h x 3,600 s x {NUM_GPUS} GPUs x {GPU_FLOPS:.1e} FLOPS (P100) = "
-            f"{cost['recomputed']:.2e}; the paper states {cost['flops']:.1e}"
-            for name, cost in report["paper_cost"].items()
-        ]
-    return "\n".join(lines)
-
-
-def _table_lines(table: Report) -> Iterator[str]:
-    heads = [f"V={size:,}" for size in table["vocab_sizes"]]
-    width = max(len(row["change"]) for row in table["rows"])
-    yield "parameters in millions, with biases on the attention projections as in the first released code"
-    yield f"{'row':5} {'change':{width}}{''.join(f'{head:>10}' for head in heads)}{'paper':>7}  match at {heads[0]}"
-    for row in table["rows"]:
-        paper = "-" if row["paper_millions"] is None else row["paper_millions"]
-        match = {None: "-", True: "yes", False: "no"}[row["match"][0]]
-        counts = "".join(f"{count / 1e6:10.2f}" for count in row["parameters"])
-        yield f"{row['row']:5} {row['change']:{width}}{counts}{paper:>7}  {match}"
-
-
-def _cost_lines(cost: Report) -> Iterator[str]:
-    yield f"{cost['name']}, vocabulary {cost['vocab_size']:,}: operations of a training token, forward and backward"
-    for side in Sides._fields:
-        entries, products = cost["matrix_entries"][side], cost["attention_products"][side]
-        yield (
-            f"  {side}  6 x ({entries:,} matrix entries + {products:,} attention products at length {cost['length']})"
-            f" = {cost['flops_per_token'][side]:.3e}"
-        )
-    both = sum(cost["flops_per_token"].values())
-    yield (
-        f"  training: {both:.3e} x {cost['batch_tokens']:,} tokens of each side x {cost['num_steps']:,} steps = "
-        f"{cost['total']:.2e}"
-    )
-    for name, paper in PAPER_COSTS.items():
-        if name == cost["name"] or cost["name"] not in PAPER_COSTS:
-            share = 100 * cost["total"] / paper.flops
-            yield f"  that is {share:.3g} % of the paper's {paper.flops:.1e} ({name})"
+    tokens, steps, per_pair = config.data.batch_tokens, config.training.num_steps, sum(sides["flops_per_token"])
+    total = float(per_pair * tokens * steps)
+    report = {"name": name, "vocab_size": model.vocab_size, "length": length}
+    report |= {key: value._asdict() for key, value in sides.items()}
+    report |= {"batch_tokens": tokens, "num_steps": steps, "total": total}
+    return report, [
+        f"{name}, vocabulary {model.vocab_size:,}: operations of a training token, forward and backward",
+        *(
+            f"  {side}  6 x ({entries:,} matrix entries + {products:,} attention products at length {length})"
+            f" = {flops:.3e}"
+            for side, entries, products, flops in zip(Sides._fields, *sides.values(), strict=True)
+        ),
+        f"  training: {per_pair:.3e} x {tokens:,} tokens of each side x {steps:,} steps = {total:.2e}",
+        *(
+            f"  that is {100 * total / paper.flops:.3g} % of the paper's {paper.flops:.1e} ({paper_name})"
+            for paper_name, paper in PAPER_COSTS.items()
+            if paper_name == name or name not in PAPER_COSTS
+        ),
+    ]
