@@ -94,10 +94,11 @@ def test_cpu_batches_are_small_unless_weights_exceed_the_cache(calls, monkeypatc
     assert shapes(translator) == {(64, 8)}
     for beam_size, expected in ((1, (128, 8)), (4, (64, 8))):
         large = make(decoding={"batch_tokens": 8192, "beam_size": beam_size}, max_length=256)
-        (weights,) = large._prepare()
+        (weights,), _ = large._prepare()
         embedding = np.broadcast_to(np.float32(0), (26 * 10**6, 1))
         weights = weights | {"embedding": {"table": embedding}}
-        monkeypatch.setattr(large, "_prepare", lambda weights=weights: (weights,))
+        kept = (weights,), module._budget(large.config.decoding, (weights,))
+        monkeypatch.setattr(large, "_prepare", lambda kept=kept: kept)
         assert shapes(large) == {expected}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert shapes(translator) == {(512, 8)}
@@ -267,7 +268,7 @@ def test_search_log_probs_equal_teacher_forcing(beam_size):
     limits = np.array([8, 6], np.int32)
     model, decoding = translator.config.model, translator.config.decoding
     spec = search_spec(model, decoding, max_lengths=limits, max_length=8, n_best=beam_size)
-    found = jax.device_get(search(translator._prepare(), jnp.asarray(src), spec, models=(Transformer(model),)))
+    found = jax.device_get(search(translator._prepare()[0], jnp.asarray(src), spec, models=(Transformer(model),)))
     for n in range(beam_size):
         log_probs = teacher_forced(translator, src, found.tokens[:, n])
         for row in range(2):
@@ -288,7 +289,7 @@ def test_search_log_probs_with_quantized_weights_are_close(weights):
     translator.params = jax.tree.map(lambda leaf: leaf / 2, translator.params)
     src = np.array([[5, 7, 9, EOS_ID], [4, EOS_ID, 0, 0]], np.int32)
     model, decoding = Transformer(translator.config.model), translator.config.decoding
-    (prepared,) = translator._prepare()
+    (prepared,), _ = translator._prepare()
     assert prepared["embedding"]["table"].dtype == ("bfloat16" if weights == "bfloat16" else "float32")
     spec = search_spec(model.config, decoding, max_lengths=np.array([5, 5], np.int32), max_length=5)
     found = jax.device_get(search((prepared,), jnp.asarray(src), spec, models=(model,), quantization=weights))

@@ -53,7 +53,7 @@ class Translator:
         self.config, self.params, self.tokenizers, self._others = config, params, tokenizers, tuple(others)
         for member in self.members:
             tokenizers.check_fits(member.config)
-        self._prepared: tuple[Params, tuple[Params, ...]] | None = None
+        self._prepared: tuple[Params, tuple[Params, ...], tuple[int, int]] | None = None
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -137,8 +137,8 @@ class Translator:
         mine = set(_longest_first(all_rows)[part])  # every n-th by length, so that all processes have equal work
         rows = [row if index in mine else [] for index, row in enumerate(all_rows)]
         results = [[Hypothesis("", 0.0, 0.0, 0)] for _ in texts]
-        prepared, models = self._prepare(), tuple(Transformer(member.config) for member in self.members)
-        budget, num_workers = _budget(self.config.decoding, prepared)
+        prepared, (budget, num_workers) = self._prepare()
+        models = tuple(Transformer(member.config) for member in self.members)
         if sampling is not None:  # each sample is a row of the batch
             budget //= n_best
 
@@ -213,13 +213,13 @@ class Translator:
             prefix=prefix,
         )
 
-    def _prepare(self) -> tuple[Params, ...]:
-        """Return the members' parameters in the layout of `search`, converted again only if `self.params` changed."""
+    def _prepare(self) -> tuple[tuple[Params, ...], tuple[int, int]]:
+        """Return the members' parameters in the layout of `search` and `_budget`, both kept while `params` stays."""
         if self._prepared is None or self._prepared[0] is not self.params:
             quantization = self.config.decoding.quantization
             converted = tuple(prepare(member.params, member.config, quantization) for member in self.members)
-            self._prepared = self.params, converted
-        return self._prepared[1]
+            self._prepared = self.params, converted, _budget(self.config.decoding, converted)
+        return self._prepared[1:]
 
     def encode(self, texts: Sequence[str], *, warn: bool = True) -> list[list[int]]:
         """Return the source token ids of each text, truncated to `max_source`; an empty list for an empty line."""
