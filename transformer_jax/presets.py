@@ -16,6 +16,7 @@ from transformer_jax.config import (
     TokenizerConfig,
     TrainingConfig,
 )
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError
 
 # Values that several presets share.
@@ -120,8 +121,7 @@ def preset(name: str, vocab_size: int, **model_changes: object) -> Config:
     >>> preset("marian", 58_101).model.pad_id
     58100
     """
-    if name not in PRESETS:
-        raise UserError(f"there is no preset {name!r}; legal: {', '.join(PRESETS)}")
+    require(name in PRESETS, f"there is no preset {name!r}; legal: {', '.join(PRESETS)}")
     return PRESETS[name](vocab_size).with_changes(model=model_changes)
 
 
@@ -156,14 +156,11 @@ def load_recipe(recipe: str) -> Config:
     FILE may also be the `config.json` of a run.
     """
     path, _, name = recipe.partition(":")
-    if not Path(path).is_file():
-        raise UserError(
-            f"{path}: no such recipe. Pass a Python file that defines get_config(), such as configs/numbers.py"
-        )
+    advice = "Pass a Python file that defines get_config(), such as configs/numbers.py"
+    require(Path(path).is_file(), f"{path}: no such recipe. {advice}")
     if path.endswith(".json"):
         return Config.load(Path(path))
-    if not path.endswith(".py"):
-        raise UserError(f"{path} is not a Python file. Pass a .py file that defines get_config()")
+    require(path.endswith(".py"), f"{path} is not a Python file. Pass a .py file that defines get_config()")
     try:
         config = _call_get_config(runpy.run_path(path).get("get_config"), path, name)
     except SyntaxError as error:

@@ -6,7 +6,7 @@ import numpy as np
 
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import Pairs, Split
-from transformer_jax.types import UserError
+from transformer_jax.runtime.fields import require
 
 LIMIT = 1_000_000  # numbers are drawn from 0 to LIMIT - 1
 SYMBOLS, LENGTH = 10, 10  # number of different symbols, and number of symbols in each row of the copy task
@@ -17,10 +17,8 @@ _LANGUAGES = ("en", "de")
 def read_numbers(config: DataConfig, split: Split) -> Pairs | None:
     """Sample distinct numbers uniformly from 0 to 999,999 for a split, and spell them out in the two languages."""
     for name in ("source_language", "target_language"):
-        if getattr(config, name) not in _LANGUAGES:
-            raise UserError(
-                f"data.{name} is {getattr(config, name)!r} and data.source 'numbers'; legal: {', '.join(_LANGUAGES)}"
-            )
+        is_legal, legal = getattr(config, name) in _LANGUAGES, ", ".join(_LANGUAGES)
+        require(is_legal, f"data.{name} is {getattr(config, name)!r} and data.source 'numbers'; legal: {legal}")
     values = _share(np.random.default_rng(_SEED).permutation(LIMIT).tolist(), config, split)
     source, target = (spell_numbers(values, name) for name in (config.source_language, config.target_language))
     return Pairs(source, target, f"numbers ({split})") if values else None

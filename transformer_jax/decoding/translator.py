@@ -19,6 +19,7 @@ from transformer_jax.decoding.search import SearchResult, SearchSpec, sample_key
 from transformer_jax.model.positional import max_sequence_length
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.runtime.distributed import gather
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import Params, UserError
 
 _MAX_PAIR_TOKENS = 4096  # tokens of the longer side in a batch of pairs
@@ -82,11 +83,9 @@ class Translator:
         run_dir = RunDir(Path(run))
         config = run_dir.load_config()
         unknown = set(decoding) - {item.name for item in dataclasses.fields(DecodingConfig)}
-        if unknown:
-            raise UserError(f"DecodingConfig has no field {', '.join(sorted(unknown))}")
+        require(not unknown, f"DecodingConfig has no field {', '.join(sorted(unknown))}")
         config = dataclasses.replace(config, decoding=dataclasses.replace(config.decoding, **decoding))
-        if isinstance(ensemble, str):
-            raise UserError(f"ensemble is the string {ensemble!r:.80}; a list of runs is needed")
+        require(not isinstance(ensemble, str), f"ensemble is the string {ensemble!r:.80}; a list of runs is needed")
         tokenizers, checkpoint = TokenizerPair.load(run_dir.tokenizer), decoding.get("checkpoint")
         others = [load_member(other, run_dir, config, tokenizers, checkpoint) for other in ensemble]
         return cls(config, run_params(run_dir, config), tokenizers, others)
@@ -183,8 +182,7 @@ class Translator:
         if n_best < 1 or (sampling is None and n_best > beam_size):
             upper_bound = "" if sampling else f" and at most decoding.beam_size {beam_size}"
             raise UserError(f"n_best is {n_best}; it must be at least 1{upper_bound}")
-        if not 0 <= seed < 2**32:
-            raise UserError(f"seed is {seed}; it must be from 0 to {2**32 - 1}")
+        require(0 <= seed < 2**32, f"seed is {seed}; it must be from 0 to {2**32 - 1}")
 
     def _search_spec(
         self, shape: tuple[int, ...], source_lengths: Sequence[int], prefixes: Sequence[Sequence[int]], n_best: int

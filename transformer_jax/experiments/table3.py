@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from transformer_jax.config import Config, DataConfig, DecodingConfig, ModelConfig, StackSize, TrainingConfig
+from transformer_jax.runtime.fields import require
 from transformer_jax.types import UserError
 
 # The sizes of the paper's base model, which a row changes in proportion.
@@ -71,8 +72,7 @@ def table3_config(row: str = "base", base: Config | None = None) -> Config:
     >>> table3_config("C4", scaled(table3_config(), 4)).model.d_model
     64
     """
-    if row not in ROWS:
-        raise UserError(f"table3 has no recipe {row!r}; legal: {', '.join(ROWS)}")
+    require(row in ROWS, f"table3 has no recipe {row!r}; legal: {', '.join(ROWS)}")
     config = base or _BASE
     try:
         for field, value in ROWS[row].items():
@@ -90,8 +90,8 @@ def scaled(base: Config, scale: int) -> Config:
     """Return the recipe with d_model and d_ff, and thereby the widths of the heads, divided by `scale`."""
     model = base.model
     for name in ("d_k", "d_v", *(f"decoder_{size}" for size in StackSize._fields)):
-        if getattr(model, name) is not None:
-            raise UserError(f"model.{name} is {getattr(model, name)}; the rows of Table 3 need None there")
+        value = getattr(model, name)
+        require(value is None, f"model.{name} is {value}; the rows of Table 3 need None there")
     if scale < 1 or model.d_model % scale or model.d_ff % scale:
         raise UserError(
             f"scale is {scale}; it must be a whole number that divides model.d_model {model.d_model} and model.d_ff "
@@ -114,6 +114,5 @@ def _in_proportion(config: Config, field: str, value: int) -> int:
     """Return the size that has the proportion to the base's size that `value` has to the paper's base size."""
     own = config.model.encoder.d_k if field == "model.d_k" else config.flat()[field]
     size, rest = divmod(own * value, SIZES[field])
-    if rest:
-        raise UserError(f"{field} would be {own} x {value} / {SIZES[field]}, which is not a whole number")
+    require(not rest, f"{field} would be {own} x {value} / {SIZES[field]}, which is not a whole number")
     return size

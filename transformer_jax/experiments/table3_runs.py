@@ -15,8 +15,8 @@ from transformer_jax.evaluation import evaluate as evaluation
 from transformer_jax.experiments.table3 import PAPER, ROWS, perplexity_of, table3_config
 from transformer_jax.model.transformer import count_parameters
 from transformer_jax.runtime.distributed import main_process_logger, on_main_process
+from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import read_json_lines, to_json, write_atomically
-from transformer_jax.types import UserError
 from transformer_jax.visualization.canvas import COLORS, drawing
 
 logger = main_process_logger(__name__)
@@ -29,8 +29,7 @@ def run_table3(rows: Sequence[str], base: Config, workdir: str | Path) -> Iterat
 
     The run of a row is `workdir`/ROW, and `workdir`/table3.jsonl has the results of all rows that were trained there.
     """
-    if not base.data.valid:
-        raise UserError("data.valid is empty; the rows of Table 3 are scored on the validation split")
+    require(base.data.valid, "data.valid is empty; the rows of Table 3 are scored on the validation split")
     base = base.with_changes(data={"test": ""})
     configs = {row: table3_config(row, base) for row in rows}  # raises before the first training run
     file = Path(workdir) / "table3.jsonl"
