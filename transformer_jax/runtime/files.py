@@ -101,7 +101,7 @@ def write_atomically(path: Path, text: str) -> None:
     Symbolic links are followed. Lines end in a line feed on every system. A terminal, a pipe or another device, and
     what standard output is connected to, are written directly.
     """
-    with _write_errors(path):
+    with write_errors(path):
         if _is_stdout(path):
             sys.stdout.flush()
             _write(os.dup(1), text)  # continues where standard output is
@@ -163,7 +163,7 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
     final, unfinished = path.resolve(), unfinished_dir(path)
     old = final.with_name(f".{final.name}.old")
     with ExitStack() as claim:
-        with _write_errors(path):
+        with write_errors(path):
             final.parent.mkdir(parents=True, exist_ok=True)
             claim.enter_context(_claimed(unfinished, path))
             if old.exists() and not final.exists():  # an earlier process was killed between the two renames below
@@ -177,7 +177,7 @@ def atomic_dir(path: Path, *, replace: bool = False) -> Iterator[Path]:
             if error.errno in _DISK_ERRORS and _concerns(error, unfinished):
                 raise _write_error(path, error) from error
             raise
-        with _write_errors(path):
+        with write_errors(path):
             shutil.rmtree(old, ignore_errors=True)
             if replace and final.exists():
                 final.rename(old)
@@ -197,7 +197,7 @@ def unfinished_dir(path: Path) -> Path:
 
 
 @contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
+def write_errors(path: Path) -> Iterator[None]:
     """Raise an OSError as a UserError that names the path."""
     try:
         yield

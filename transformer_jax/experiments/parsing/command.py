@@ -10,7 +10,7 @@ from transformer_jax.data.corpus import read_split
 from transformer_jax.decoding.translator import Translator
 from transformer_jax.experiments.parsing.bracketing import score_brackets
 from transformer_jax.experiments.parsing.trees import Tree, clean, delinearize, linearize, read_trees
-from transformer_jax.runtime.files import check_writable, write_atomically
+from transformer_jax.runtime.files import check_writable, write_atomically, write_errors
 from transformer_jax.types import UserError
 
 WORDS, TREE = "words", "tree"
@@ -25,12 +25,10 @@ def prepare(splits: dict[str, Sequence[Path]], output: Path, log: Callable[[str]
         if not kept:
             raise UserError(f"{', '.join(map(str, files))}: no tree with a word in it")
         sides = {WORDS: [_words(tree) for tree in kept], TREE: [linearize(tree) for tree in kept]}
-        try:
+        with write_errors(output):
             output.mkdir(parents=True, exist_ok=True)
-            for language, rows in sides.items():
-                write_atomically(output / f"{stem}.{language}", "".join(" ".join(row) + "\n" for row in rows))
-        except OSError as error:
-            raise UserError(f"{output}: cannot be written: {error.strerror}") from error
+        for language, rows in sides.items():
+            write_atomically(output / f"{stem}.{language}", "".join(" ".join(row) + "\n" for row in rows))
         longest = {language: max(map(len, rows)) for language, rows in sides.items()}
         symbols = len({token for row in sides[TREE] for token in row})
         log(
