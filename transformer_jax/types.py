@@ -13,6 +13,8 @@ Axes in array annotations:
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +78,17 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else 'no message'}"
+
+
+@contextmanager
+def library_errors(message: str) -> Iterator[None]:
+    """Raise errors of another library, which have a dozen types, as a UserError that starts with `message`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{message}: {first_line(error)}") from error
 
 
 # C0 and C1 controls, line separators, marks that reorder the text after them, and lone surrogates.

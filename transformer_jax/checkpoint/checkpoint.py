@@ -24,7 +24,7 @@ from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.runtime.distributed import is_main_process, on_main_process
 from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import JsonObject, atomic_dir, to_json
-from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line
+from transformer_jax.types import EVAL_PARAMS, Params, UserError, first_line, library_errors
 
 State = TypeVar("State")
 
@@ -75,7 +75,7 @@ class Checkpoints:
         )
         self._run = run
         self._saving: int | None = None
-        with ExitStack() as stack, _orbax_errors(run.checkpoints):
+        with ExitStack() as stack, library_errors(f"cannot read the checkpoint {run.checkpoints}"):
             folder = stack.enter_context(_orbax_path(run.checkpoints))
             self._manager = ocp.CheckpointManager(folder, options=options)
             self._resources = stack.pop_all()
@@ -131,7 +131,7 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: State) -> State:
         """Return the state of a step, bit for bit, with the shardings of `abstract_state`."""
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        with _orbax_errors(self._run.checkpoints / str(step)):
+        with library_errors(f"cannot read the checkpoint {self._run.checkpoints / str(step)}"):
             state: State = self._manager.restore(step, args=args)["state"]
         return state
 
@@ -220,7 +220,7 @@ def load_params(checkpoint: Path, abstract_params: Params, subtrees: Sequence[Se
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     expected = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), abstract_params)
     path_context, reader = _orbax_path(checkpoint / "state"), ocp.PyTreeCheckpointer()
-    with _orbax_errors(checkpoint), path_context as folder, reader as checkpointer:
+    with library_errors(f"cannot read the checkpoint {checkpoint}"), path_context as folder, reader as checkpointer:
         # Shapes are compared first, because Orbax reports a mismatch late and at length.
         stored = checkpointer.metadata(folder).item_metadata.tree
         path = next(path for path in subtrees if _subtree(stored, path) is not None)
@@ -262,17 +262,6 @@ def save_params(folder: Path, params: Params) -> None:
             checkpointer.save(target, {"params": params})
         on_main_process(write_checkpoint_manifest)(unfinished)
         on_main_process(stack.close)()
-
-
-@contextmanager
-def _orbax_errors(folder: Path) -> Iterator[None]:
-    """Raise the many exceptions of a damaged file as one UserError that names the folder."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # a dozen types: each damaged file of a checkpoint has its own
-        raise UserError(f"cannot read the checkpoint {folder}: {first_line(error)}") from error
 
 
 @contextmanager

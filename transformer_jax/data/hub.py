@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from transformer_jax.config import DataConfig
 from transformer_jax.data.pairs import LazyColumn, Pairs, Split, check_column, clean_sentence, column_names
 from transformer_jax.runtime.fields import require
-from transformer_jax.types import UserError, first_line
+from transformer_jax.types import UserError, first_line, library_errors
 
 if TYPE_CHECKING:
     import datasets
@@ -33,24 +33,15 @@ def read_huggingface(config: DataConfig, split: Split) -> Pairs:
     return Pairs(source, target, origin)
 
 
-@contextmanager
-def _user_errors(message: str) -> Iterator[None]:
-    """Turn errors of a library, which have a dozen types, into a `UserError` that starts with a message."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{message}: {first_line(error)}") from error
-
-
 def _load_dataset(config: DataConfig, split: Split, split_name: str) -> "datasets.Dataset":
     import datasets
 
     if not config.directory:
         where = f"data.name {config.name!r}, data.subset {config.subset!r}, split {split_name!r}"
-        with _user_errors(f"{where}: the data set cannot be loaded"):  # no network, data set, subset, split or file
+        with library_errors(f"{where}: the data set cannot be loaded"):  # no network, data set, subset, split or file
             return datasets.load_dataset(config.name, config.subset or None, split=split_name)
     directory = str(Path(config.directory).expanduser())
-    with _user_errors(f"data.directory {directory!r}: not a data set written by save_to_disk"):
+    with library_errors(f"data.directory {directory!r}: not a data set written by save_to_disk"):
         loaded = datasets.load_from_disk(directory)
     if isinstance(loaded, datasets.DatasetDict):
         wanted = f"data.directory {directory!r}: no split {split_name!r} (data.{split})"

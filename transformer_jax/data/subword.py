@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformer_jax.data.tokenizer import Kind, SpecialIds, Tokenizer, WordTokenizer
 from transformer_jax.runtime.files import read_text
-from transformer_jax.types import UserError, first_line
+from transformer_jax.types import UserError, library_errors
 
 # The option `clean_up` removes the spaces around these, in this order.
 _CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
@@ -50,10 +50,8 @@ class SentencePieceTokenizer(Tokenizer):
                 "this tokenizer needs the package sentencepiece: python -m pip install 'transformer-jax[interop]'"
             ) from error
         self._processor = sentencepiece.SentencePieceProcessor()
-        try:
+        with library_errors("not a SentencePiece model"):
             self._processor.LoadFromSerializedProto(model)
-        except (RuntimeError, OSError, TypeError) as error:
-            raise UserError(f"not a SentencePiece model: {first_line(error)}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Pieces and language codes outside the vocabulary give `unk_id`."""

@@ -14,7 +14,7 @@ from typing import Literal
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID, UserError, first_line
+from transformer_jax.types import BOS_ID, EOS_ID, PAD_ID, SPECIAL_TOKENS, UNK_ID, UserError, library_errors
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +145,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     kind: Kind = "huggingface"
 
     def __init__(self, library: dict[str, object], special: SpecialIds | None = None) -> None:
-        try:
+        with library_errors("not a tokenizer.json that the library tokenizers reads"):
             self._library = tokenizers.Tokenizer.from_str(json.dumps(library))
-        except Exception as error:  # the library has no exception type of its own
-            raise UserError(f"not a tokenizer.json that the library tokenizers reads: {first_line(error)}") from error
         self._library.no_padding()
         self._library.no_truncation()
         self._library.encode_special_tokens = True
@@ -175,10 +173,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. PAD, BOS and EOS written in the text are unknown words, or are left out."""
-        try:
+        with library_errors("the tokenizer cannot encode the text"):
             rows = super().encode(texts)
-        except Exception as error:  # the library has no exception type of its own
-            raise UserError(f"the tokenizer cannot encode the text: {first_line(error)}") from error
         hidden = {self.pad_id, self.bos_id, self.eos_id}
         for number, row in enumerate(rows):
             if not hidden.isdisjoint(row):

@@ -25,7 +25,7 @@ from transformer_jax.interop.torch_format import TORCH, state_dict_format
 from transformer_jax.model.transformer import abstract_params
 from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import atomic_dir, read_json, to_json, write_atomically
-from transformer_jax.types import Params, UserError, first_line
+from transformer_jax.types import Params, UserError, library_errors
 
 ImportFormat = Literal["torch", "annotated", "fairseq", "marian", "ctranslate2", "safetensors"]
 ExportFormat = Literal["safetensors", "torch", "marian", "ctranslate2"]
@@ -82,15 +82,11 @@ def import_run(
     unknown = [name for name in model if name not in known]
     require(not unknown, f"the model has no field {', '.join(unknown)}; its fields are {', '.join(sorted(known))}")
     require(path.exists(), f"{path}: no such file or folder")
-    try:
+    with library_errors(f"{path}: not readable as {source}"):  # the file may contain values of any type anywhere
         if source in _COMPLETE:
             imported = _COMPLETE[source](path, **model)
         else:
             imported = _read_state_dict(path, source, config, tokenizer, Path(mapping) if mapping else None, model)
-    except UserError:
-        raise
-    except Exception as error:  # a third-party file may contain values of any type anywhere
-        raise UserError(f"{path}: not readable as {source}: {first_line(error)}") from error
     imported.tokenizers.check_fits(imported.config.model)
     with atomic_dir(run.path, replace=overwrite) as unfinished:
         new = RunDir(unfinished)
