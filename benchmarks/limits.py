@@ -6,8 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.accelerators.cost import matrix_entries, training_flops
 from transformer_jax.config import ModelConfig
-from transformer_jax.experiments.cost import matrix_entries, training_flops
 
 
 def matrix_rate(dtype: str, size: int = 0) -> float:

@@ -28,7 +28,7 @@ LAYERS = (
     ("config",),
     ("presets", "model", "data", "checkpoint"),
     ("training", "decoding"),
-    ("interop", "visualization"),
+    ("interop", "visualization", "accelerators"),
     ("evaluation", "parity"),
     ("run", "doctor"),
     ("experiments", "testing"),

@@ -96,7 +96,16 @@ SAMPLED = (
 SAMPLE_EVERY = 4
 
 # Packages that only the extra `test-full` installs. The fast tier hides them, so its result does not depend on them.
-FULL_ONLY = ("ctranslate2", "selenium", "subword_nmt", "tensorflow", "tensorflow_datasets", "torch", "transformers")
+FULL_ONLY = (
+    "ctranslate2",
+    "libtpu",
+    "selenium",
+    "subword_nmt",
+    "tensorflow",
+    "tensorflow_datasets",
+    "torch",
+    "transformers",
+)
 
 MAX_CPU_SECONDS = 20.0  # per test and per setup of its fixtures, in this process and its children; the slowest take 8
 MAX_MEMORY_GB = 2.0  # peak of a worker

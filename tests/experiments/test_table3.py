@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from transformer_jax.config import Config, ModelConfig
-from transformer_jax.experiments.cost import (
+from transformer_jax.accelerators.cost import (
     PAPER_COSTS,
     attention_products,
     matrix_entries,
@@ -18,6 +17,7 @@ from transformer_jax.experiments.cost import (
     params_report,
     training_flops,
 )
+from transformer_jax.config import Config, ModelConfig
 from transformer_jax.model.transformer import Transformer, abstract_params, count_parameters
 from transformer_jax.presets import load_recipe, numbers_config
 from transformer_jax.types import UserError

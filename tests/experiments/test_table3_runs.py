@@ -10,11 +10,11 @@ import pytest
 from command_line import plain
 
 from transformer_jax import run as commands
+from transformer_jax.accelerators.cost import parameters_by_part
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import Config
 from transformer_jax.evaluation import evaluate as score_commands
 from transformer_jax.experiments import table3_runs as ablation
-from transformer_jax.experiments.cost import parameters_by_part
 from transformer_jax.experiments.table3 import PAPER, ROWS, scaled, table3_config
 from transformer_jax.experiments.table3_runs import plot_table3, rank_correlation, render, run_table3
 from transformer_jax.presets import load_recipe

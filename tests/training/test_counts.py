@@ -5,8 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from transformer_jax.accelerators.cost import training_flops
 from transformer_jax.config import ModelConfig, TrainingConfig
-from transformer_jax.experiments.cost import training_flops
 from transformer_jax.model.transformer import Transformer
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.step import dropout_rng, init_rng, init_state, train_step

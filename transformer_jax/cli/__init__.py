@@ -6,20 +6,21 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from transformer_jax.cli.evaluate import Average, Evaluate, Score
-from transformer_jax.cli.inspect import Attention, Doctor, Params, Plot
+from transformer_jax.cli.inspect import Attention, Compile, Doctor, Params, Plot
 from transformer_jax.cli.interop import Compare, Export, Import
-from transformer_jax.cli.parsing import arg, flag_of, parse, parse_known, positionals, switches
+from transformer_jax.cli.parsing import MISSING, arg, flag_of, parse, parse_known, positionals, switches
 from transformer_jax.cli.session import GlobalOptions, session
 from transformer_jax.cli.train import Parsing, Table3, Train, train_defaults
 from transformer_jax.cli.translate import Translate
 from transformer_jax.config import Config
+from transformer_jax.presets import load_recipe
 
 # The name of a command is the name of its class in lower case.
 RunCommand = Train | Translate | Evaluate | Score | Average | Attention | Plot
-OtherCommand = Import | Export | Compare | Doctor | Params | Table3 | Parsing
+OtherCommand = Import | Export | Compare | Compile | Doctor | Params | Table3 | Parsing
 
-SWITCHES = switches(GlobalOptions, Train)
-LISTS = [flag_of(name) for name, value in Config().flat().items() if isinstance(value, tuple)]
+SWITCHES = switches(GlobalOptions, Train, Compile)
+LISTS = ["--shapes", *(flag_of(name) for name, value in Config().flat().items() if isinstance(value, tuple))]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ def train_main(args: Sequence[str] | None = None) -> int:
 def _run(args: Sequence[str]) -> int | None:
     command, recipe = [*positionals(args, SWITCHES, LISTS), "", ""][:2]
     parse_known(GlobalOptions, args).apply(trains=command in ("train", "table3"))
-    # The recipe decides the defaults of the flags of `train`, so it is loaded before they are parsed.
-    default = CommandLine(train_defaults(recipe)) if command == "train" else None
+    # The recipe decides the defaults of flags, so it is loaded before they are parsed.
+    default = None
+    if command == "train":
+        default = CommandLine(train_defaults(recipe))
+    elif command == "compile" and recipe:
+        default = CommandLine(Compile(MISSING, recipe, config=load_recipe(recipe)))
     return parse(CommandLine, args or ["--help"], default).command.run()

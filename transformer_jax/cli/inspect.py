@@ -1,10 +1,12 @@
-"""The commands that show what a run, a recipe or a machine is: attention, plot, params, doctor."""
+"""The commands that show what a run, a recipe or a machine is: attention, plot, params, compile, doctor."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from transformer_jax.cli.parsing import CheckpointFlag, Positional, RunFolder, arg, given
+from transformer_jax.cli.parsing import CheckpointFlag, FlagConversionOff, Positional, RunFolder, arg, given
+from transformer_jax.config import Config
+from transformer_jax.presets import numbers_config
 from transformer_jax.runtime.fields import require
 from transformer_jax.runtime.files import check_writable, to_json
 
@@ -78,10 +80,69 @@ class Params:
 
     def run(self) -> None:
         """Print the table."""
-        from transformer_jax.experiments.cost import params_report
+        from transformer_jax.accelerators.cost import params_report
 
         report, text = params_report(self.config, self.vocab_size, self.flops)
         print(to_json(report) if self.json else text)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile a recipe for accelerators that are not here, and print whether it fits, and an estimate of its speed.
+
+    Exits with status 1 if a batch shape does not fit. Every field of the recipe is a flag.
+    """
+
+    target: str
+    """Accelerators: a GPU and a number (h100, h100:8), or a TPU and its topology (v5e:2x4, v5p:2x2x1)."""
+    recipe: Annotated[Positional[str], arg(metavar="CONFIG")] = ""
+    """Recipe: FILE or FILE:NAME, or a run's config.json. Empty uses the built-in recipe."""
+    mesh: str = ""
+    """Sizes of the mesh axes data, fsdp and tensor, such as 4,2,1. Empty takes those of the recipe."""
+    batch_tokens: int | Literal["auto"] | None = None
+    """Number of tokens per batch instead of the recipe's. auto finds the largest that fits."""
+    shapes: tuple[str, ...] = ()
+    """Batch shapes ROWSxSOURCExTARGET, such as 832x30x30. Empty takes those of sentences as long as WMT14's."""
+    decode: bool = False
+    """Compile the search for one batch of sources instead of the training step."""
+    json: bool = False
+    """Print one JSON object per batch shape and line."""
+    config: Annotated[FlagConversionOff[Config], arg(name="")] = field(default_factory=numbers_config)
+
+    def run(self) -> int:
+        """Print a row per batch shape. Return 1 if one does not fit."""
+        from transformer_jax.accelerators.targets import parse_target, set_environment
+
+        set_environment()
+        from transformer_jax.accelerators import compile as aot
+        from transformer_jax.data.batching import Shape
+
+        target, config = parse_target(self.target), self.config
+        shapes = [Shape(*_three_numbers(shape, "x", "--shapes")) for shape in self.shapes]
+        if self.mesh:
+            sizes = zip(
+                ("mesh_data", "mesh_fsdp", "mesh_tensor"), _three_numbers(self.mesh, ",", "--mesh"), strict=True
+            )
+            config = config.with_changes(training=dict(sizes))
+        if self.batch_tokens is not None:
+            tokens = aot.largest_batch(config, target) if self.batch_tokens == "auto" else self.batch_tokens
+            config = config.with_changes(data={"batch_tokens": tokens})
+        if self.decode:
+            reports = [aot.compile_decoding(config, target, (shapes or aot.typical_shapes(config))[-1])]
+        else:
+            reports = list(aot.compile_training(config, target, shapes))
+        if self.json:
+            print(*(to_json(asdict(report)) for report in reports), sep="\n")
+        else:
+            print(aot.render(reports, target) + (f"\nbatch_tokens {tokens:,}" if self.batch_tokens == "auto" else ""))
+        return 0 if all(report.fits for report in reports) else 1
+
+
+def _three_numbers(text: str, separator: str, flag: str) -> list[int]:
+    parts, example = text.split(separator), separator.join(("8", "1", "1"))
+    is_legal = len(parts) == 3 and all(part.isdigit() and int(part) for part in parts)
+    require(is_legal, f"{flag} {text} is not three positive numbers with {separator!r} between, such as {example}")
+    return [int(part) for part in parts]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformer_jax.config import RENAMED_FIELDS, DecodingConfig, ModelConfig, 
 from transformer_jax.types import UserError
 
 T = TypeVar("T")
+MISSING = tyro.MISSING  # the value of a flag without a default, where others have one
 
 RunFolder = Annotated[Positional[Path], arg(metavar="RUN", help="Folder of the run.")]
 _OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.CascadeSubcommandArgs)  # global flags may follow the command

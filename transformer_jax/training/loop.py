@@ -12,6 +12,7 @@ from types import FrameType
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
@@ -100,7 +101,8 @@ def fit(
         closing(checkpoints),  # completes a checkpoint that is being written, whatever happens
     ):
         controls = rng, update_enabled, sync.pack(ControlFlags())
-        compiled_step = _compile_step(config, mesh, state, controls, data.padding_batches())
+        step_fn = jit_step(config, mesh, jax.tree.map(lambda x: x.sharding, state))
+        compiled_step = CompiledStep(step_fn, state, controls, [put_batch(b, mesh) for b in data.padding_batches()])
         divergence = Divergence(config, run, rng, data.describe, loss_spec(training, mesh))
         recorder = _Recorder(training, state, history.figures, checkpoints, writer, divergence, evaluate)
 
@@ -141,23 +143,19 @@ def fit(
 
 def _first_state(config: Config, mesh: Mesh, checkpoints: Checkpoints, initial_params: Params | None) -> TrainState:
     """Return the last checkpoint's state, or a fresh one, sharded over the mesh."""
-    model = Transformer(config.model)
-    make = partial(init_state, model, make_optimizer(config.training, config.model.d_model))
-    abstract = jax.eval_shape(make, init_rng(config.training.seed))
-    shardings = tree_shardings(abstract, mesh)
-    latest = checkpoints.latest_step()
+    abstract, latest = abstract_state(config, mesh), checkpoints.latest_step()
     if latest is not None:
-        return checkpoints.restore(latest, jax.tree.map(lambda x, s: x.update(sharding=s), abstract, shardings))
+        return checkpoints.restore(latest, abstract)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    make = partial(init_state, Transformer(config.model), make_optimizer(config.training, config.model.d_model))
     state = jax.jit(make, out_shardings=shardings)(init_rng(config.training.seed))
     if initial_params is not None:
         state = state.replace(params=put_params(initial_params, shardings.params))
     return state
 
 
-def _compile_step(
-    config: Config, mesh: Mesh, state: TrainState, controls: Controls, warmup_batches: Sequence[Batch]
-) -> CompiledStep:
-    """Compile `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`."""
+def jit_step(config: Config, mesh: Mesh, state_shardings: TrainState) -> Wrapped:
+    """Return `(state, batch, controls) -> (state, (metrics, learning rate), maximum of the control flags)`, jitted."""
     training, d_model = config.training, config.model.d_model
     schedule = make_schedule(training, d_model)
     step = partial(
@@ -177,14 +175,19 @@ def _compile_step(
         learning_rate = schedule(update_count(state.opt_state))
         return new_state, (metrics, learning_rate), None if flags is None else flags.max(axis=0)
 
-    state_shardings = jax.tree.map(lambda x: x.sharding, state)
-    jitted = jax.jit(
+    return jax.jit(
         step_with_controls,
         in_shardings=(state_shardings, batch_sharding(mesh), None),
         out_shardings=(state_shardings, replicated(mesh), replicated(mesh)),
         donate_argnums=0,
     )
-    return CompiledStep(jitted, state, controls, [put_batch(batch, mesh) for batch in warmup_batches])
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """Return the shapes, dtypes and shardings of the state."""
+    make = partial(init_state, Transformer(config.model), make_optimizer(config.training, config.model.d_model))
+    abstract = jax.eval_shape(make, init_rng(config.training.seed))
+    return jax.tree.map(lambda x, s: x.update(sharding=s), abstract, tree_shardings(abstract, mesh))
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -29,15 +30,18 @@ PARAMETER_SPECS = (
 )
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, topology: topologies.TopologyDescription | None = None
+) -> Mesh:
     """Return all devices as a mesh, or raise UserError if the product of the sizes is not the number of devices.
 
     Args:
         data: Size of the axis that splits rows. -1 uses the devices that the other axes leave.
         fsdp: Size of the axis that splits rows and parameters.
         tensor: Size of the axis that splits heads, hidden units and vocabularies.
+        topology: Absent devices to use instead, which programs can be compiled for.
     """
-    count, processes = jax.device_count(), jax.process_count()
+    count, processes = len(topology.devices) if topology else jax.device_count(), jax.process_count()
     sizes = (count // (fsdp * tensor) if data == -1 else data, fsdp, tensor)
     if sizes[0] * fsdp * tensor != count:
         here = f" ({processes} processes, {jax.local_device_count()} devices in this one)" if processes > 1 else ""
@@ -46,7 +50,10 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1) -> Mesh:
             f"to the {count} devices there are{here}. Choose sizes whose product is {count}; mesh_data -1 takes the "
             "devices that the other axes leave"
         )
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axis_types = (AxisType.Auto,) * len(AXES)
+    if topology is not None:
+        return Mesh(topologies.make_mesh(topology, sizes, AXES).devices, AXES, axis_types=axis_types)
+    return jax.make_mesh(sizes, AXES, axis_types=axis_types)
 
 
 def partition_spec(path: str) -> PartitionSpec:

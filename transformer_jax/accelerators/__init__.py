@@ -1,0 +1,1 @@
+"""Programs for accelerators that are not here: compile them, count what they do, and estimate their time."""
