@@ -60,6 +60,13 @@ def test_training_for_a_tpu_has_the_bytes_and_collectives_of_the_model(libtpu):
     assert row["temporary_bytes"] <= 12e6
 
 
+@pytest.mark.parametrize("target", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2"])
+def test_other_generations_of_tpus_have_four_devices(libtpu, target):
+    done = compile_for_tpu("--target", target, "--shapes", "64x16x16", "--mesh", "4,1,1")
+    assert done.returncode == 0, done.stderr
+    assert "all-reduce over data" in done.stdout
+
+
 def test_batch_that_exceeds_the_memory_exits_with_status_1(libtpu):
     done = compile_for_tpu("--target", "v5e:2x2", "--shapes", "640000x160x160")
     assert done.returncode == 1

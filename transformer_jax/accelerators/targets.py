@@ -100,7 +100,8 @@ class Target:
 
         try:
             if not self.is_gpu:
-                return topologies.get_topology_desc(f"{self.name}:{self.shape}", "tpu")
+                options = {"chip_config_name": "megacore"} if self.name == "v4" else {}  # a chip is one device
+                return topologies.get_topology_desc(f"{self.name}:{self.shape}", "tpu", **options)
             number = int(self.shape)
             hosts = -(-number // _GPUS_PER_HOST)
             config = _GPU.format(name=self.name, **vars(self.device))
