@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling import bytes_per_device, traffic_per_step
+from transformer_jax.accelerators import compile as compile_module
 from transformer_jax.accelerators import targets
-from transformer_jax.accelerators.compile import Report, estimated_seconds, render, typical_shapes
+from transformer_jax.accelerators.compile import Report, estimated_seconds, largest_batch, render, typical_shapes
 from transformer_jax.accelerators.program import Collective, Kernel, Program
 from transformer_jax.accelerators.targets import parse_target
 from transformer_jax.cli import main
@@ -118,6 +119,27 @@ def test_estimate_is_a_roofline_of_kernels_launches_and_rings():
 def test_report_names_the_missing_memory():
     table = render([Report(8, 4, 4, False, memory_bytes=10**9, needed_bytes=3 * 10**9)], parse_target("h100"))
     assert "they need 2.0 GB more than the 1.0 GB of a device" in table
+
+
+@pytest.mark.parametrize("bytes_per_token", [10_000, 250_000, 300_000_000])
+def test_largest_batch_fills_the_memory(monkeypatch, bytes_per_token):
+    tried = []
+
+    def compile_training(config, target, shapes):
+        (shape,) = shapes
+        tried.append(shape)
+        temporaries = 4 * 10**7 + bytes_per_token * shape.rows * max(shape[1:])
+        fits = 10**9 + temporaries <= 85 * 10**9
+        yield Report(*shape, fits, 10**9, temporaries, 0, 85 * 10**9, 10**9 + temporaries)
+
+    monkeypatch.setattr(compile_module, "compile_training", compile_training)
+    if bytes_per_token > 10**8:
+        with pytest.raises(UserError, match="no batch was found that fits"):
+            largest_batch(numbers_config(), parse_target("h100"))
+    else:
+        tokens = largest_batch(numbers_config(), parse_target("h100"))
+        assert 0.93 <= tokens * bytes_per_token / 84e9 <= 1
+    assert len(tried) <= 5
 
 
 def test_typical_shapes_fill_the_batch():

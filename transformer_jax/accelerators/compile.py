@@ -132,11 +132,11 @@ def compile_decoding(config: Config, target: Target, shape: Shape) -> Report:
 
 
 def largest_batch(config: Config, target: Target) -> int:
-    """Return a number of batch tokens whose largest shape fits and, if five tries suffice, fills 95 % of the memory."""
-    tokens, best = config.data.batch_tokens, 0
+    """Return a number of batch tokens whose longest shape fits and, if five tries suffice, fills 95 % of the memory."""
+    tokens, best, longest = config.data.batch_tokens, 0, typical_shapes(config)[-1]
     for _ in range(5):
-        shapes = typical_shapes(config.with_changes(data={"batch_tokens": tokens}))
-        report = next(compile_training(config, target, [max(shapes, key=lambda one: one.rows * sum(one[1:]))]))
+        rows = max(1, tokens // max(longest[1:]))
+        report = next(compile_training(config, target, [longest._replace(rows=rows)]))
         best = max(best, tokens) if report.fits else best
         if report.fits and report.needed_bytes >= 0.95 * report.memory_bytes:
             break
