@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.checkpoint.checkpoint import load_params, resolve_checkpoint, save_params
+from transformer_jax.checkpoint.checkpoint import (
+    load_params,
+    resolve_checkpoint,
+    save_params,
+    write_checkpoint_manifest,
+)
 from transformer_jax.checkpoint.run_dir import RunDir
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.transformer import Transformer, abstract_params
@@ -61,6 +66,7 @@ def test_damaged_metrics_of_a_checkpoint_are_rejected(tmp_path, text):
     run = RunDir(tmp_path)
     (run.checkpoints / "3" / "metrics").mkdir(parents=True)
     (run.checkpoints / "3" / "metrics" / "metrics").write_bytes(text.encode("latin-1"))
+    write_checkpoint_manifest(run.checkpoints / "3")
     message = "has no best checkpoint" if "null}" in text else "3/metrics/metrics: "
     with pytest.raises(UserError, match=message):
         resolve_checkpoint(run, "best")
