@@ -152,7 +152,7 @@ class ModelConfig(Checked):
         super().__post_init__()
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the checks of several fields together."""
+        """Yield the checks that involve several fields."""
         for prefix, heads in (("", self.num_heads), ("decoder_", self.decoder_num_heads or self.num_heads)):
             heads_name = "decoder_num_heads" if prefix and self.decoder_num_heads else "num_heads"
             for width in ("d_k", "d_v"):
@@ -293,7 +293,7 @@ class DataConfig(Checked):
     """Number of batches prepared ahead of the training step."""
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the checks of several fields together."""
+        """Yield the checks that involve several fields."""
         if self.source in ("text", "tsv", "jsonl"):
             yield self.directory, "data.source needs a folder: set --data.directory"
         elif self.source == "huggingface":
@@ -411,7 +411,7 @@ class TrainingConfig(Checked):
     """Number of last checkpoints to average after the last step (paper section 6.1: 5). 0 disables averaging."""
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the checks of several fields together."""
+        """Yield the checks that involve several fields."""
         is_legal = self.mesh_data == -1 or self.mesh_data >= 1
         yield is_legal, "training.mesh_data must be at least 1, or -1 for all devices"
         is_legal = self.average_last <= self.keep_checkpoints

@@ -76,7 +76,7 @@ class Table3:
         scaled(self.config, self.scale)
 
     def run(self) -> None:
-        """Train the rows, and print the table."""
+        """Train the selected rows of Table 3 and print the results next to the paper's."""
         with processes(self.cluster):
             from transformer_jax.experiments.table3_runs import plot_table3, render, run_table3
 

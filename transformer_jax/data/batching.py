@@ -233,7 +233,7 @@ def eval_batches(
 
 
 def equal_parts(total: int, max_size: int) -> int:
-    """Return the size of equal parts that hold `total` items in the fewest parts of at most `max_size`."""
+    """Return ceil(total / n), where n is the minimum number of parts of at most `max_size`."""
     return -(-total // -(-total // max_size))
 
 

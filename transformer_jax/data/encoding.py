@@ -63,7 +63,7 @@ class EncodedPairs:
         return len(self.source_offsets) - 1
 
     def sha256(self) -> str:
-        """Return a digest of all ids and lengths, which decide training."""
+        """Return a digest of all token ids and lengths, the data that determine training."""
         digest = hashlib.sha256()
         for name in _ARRAYS:
             digest.update(np.ascontiguousarray(getattr(self, name)).data)

@@ -27,7 +27,7 @@ def padding_mask(tokens: Int[Array, "b s"], pad_id: int) -> Bool[Array, "b 1 1 s
 
     Args:
         tokens: Token ids of the keys.
-        pad_id: Padding.
+        pad_id: Token id of padding.
     """
     return (tokens != pad_id)[:, None, None, :]
 

@@ -65,16 +65,16 @@ def compare(
     """Compare this package's model with another implementation, both with equal weights.
 
     Args:
-        against: Other side: torch, annotated, fairseq or marian.
+        against: Reference implementation: torch, annotated, fairseq or marian.
         path: A run, a state dict (torch, annotated), a checkpoint (fairseq) or a folder (marian). None: random weights.
         config: A recipe or a config.json for a state dict or random weights. None proposes a configuration from the
-            tensors of the state dict, or takes a small model with the conventions of the other side.
-        dtype: Dtype of both sides, float32 or float64.
+            tensors of the state dict, or takes a small model with the conventions of the reference.
+        dtype: Dtype of both models, float32 or float64.
         **model_fields: Fields of `ModelConfig` that a state dict does not determine. They override `config`.
 
     Raises:
-        UserError: torch or transformers is not installed, a file does not fit, or the other side cannot compute the
-            model. The fields are named.
+        UserError: torch or transformers is not installed, a file does not fit, or the reference cannot compute the
+            model. The message names the fields.
     """
     for name, value, legal in (("against", against, AGAINST), ("dtype", dtype, tuple(TOLERANCES))):
         require(value in legal, f"{name} is {value!r}; legal: {', '.join(legal)}")

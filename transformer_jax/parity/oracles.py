@@ -63,7 +63,7 @@ def few_threads() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The other side of a comparison, with this package's names of layers and parameters."""
+    """A reference implementation to compare with, whose layers and parameters get this package's names."""
 
     peer: Peer
     config: ModelConfig
@@ -169,7 +169,7 @@ class Oracle:
         return logits[:, -1].log_softmax(-1).detach().numpy()
 
     def _places(self) -> dict[str, str]:
-        """Return the module of each sub-layer. The embeddings' sum is the input of the first layer."""
+        """Return the module path of each name. `embedding` maps to the first layer, whose input is recorded."""
         places = {}
         for stack, size in (("encoder", self.config.encoder), ("decoder", self.config.decoder)):
             layers = f"{self.peer.stacks}{stack}.layers"

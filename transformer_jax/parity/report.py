@@ -33,11 +33,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor of this side is from that of the other side. Infinitely if only one side has it."""
+    """Distance of a tensor from the reference's tensor. It is infinite if only one model has the tensor."""
 
     name: str
     max_abs: float
-    max_rel: float  # relative to the largest value of the other side
+    max_rel: float  # relative to the largest value of the reference's tensor
     ok: bool
 
 
@@ -107,12 +107,12 @@ def difference(
 def layer_differences(
     ours: Arrays, theirs: Arrays, batch: Batch, config: ModelConfig, dtype: str
 ) -> tuple[Difference, ...]:
-    """Return the differences in the order of the other side's forward pass, without padded positions."""
+    """Return the differences in the order of the reference's forward pass, without padded positions."""
     is_target = batch.tgt_in != config.pad_id
     is_target[:, 0] = True  # the start token may have the padding's id
     is_real = {"encoder": batch.src != config.pad_id, "decoder": is_target, "logits": is_target}
     names = list(theirs)
-    for name in ours.keys() - theirs.keys():  # a final norm that only this side has belongs at the stack's end
+    for name in ours.keys() - theirs.keys():  # a final norm that only our model has goes at the end of its stack
         stack = name.partition("/")[0]
         names.insert(max(i for i, other in enumerate(names) if other.startswith(stack)) + 1, name)
     tolerance = TOLERANCES[dtype].forward

@@ -218,7 +218,7 @@ class _Recorder:
         logger.info("step %d skipped: %s", step, problem)
 
     def log(self, step: int, progress: Progress) -> None:
-        """Write and show the metrics of the step, unless it was skipped."""
+        """Write and show the metrics of the step, unless its update was skipped because of a non-finite value."""
         row = self._fetcher.row()
         if row is not None:
             self.writer.write(step, row)
